@@ -21,6 +21,7 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Setting, checked_type
 from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.variables.variable import Variable
 
 __all__ = ["Checkpoint", "Restored", "Saving", "Stateful"]
 
@@ -109,8 +110,11 @@ class Checkpoint(NamesOurs):
     @property
     def strategy(self) -> Strategy:
         """The strategy whose ranks save together."""
-        joined: Any = context.open_strategy("Checkpoint", "one that was") if self._made_in._is_default else None
-        return self._made_in if joined is None else joined
+        if not self._made_in._is_default:
+            return self._made_in
+        joined: Any = context.open_strategy("Checkpoint", "one that was")
+        variables = [value for value in self.objects.values() if isinstance(value, Variable)]
+        return joined or next((var.strategy for var in variables if not var.strategy._is_default), self._made_in)
 
     def save(
         self,

@@ -158,7 +158,7 @@ class State:
     def _copies_of(self, var: Variable) -> str:
         """Return how the ranks' copies of a variable are saved."""
         is_local = var.strategy.extended._is_local
-        if var.strategy is not self.strategy and not is_local:
+        if var.strategy is not self.strategy and not is_local and not self.strategy._is_default:
             raise OptionError.at(
                 self.where,
                 found=f"{var.name!r}, of another strategy than the rest",

@@ -255,20 +255,17 @@ def test_what_a_checkpoint_says_does_not_steer_the_terminal(tmp_path: Path) -> N
     steer = "\x1b]0;owned\x07\u202e"
 
     def lie(content: Any) -> None:
-        content["layout"] = {f"{steer}key": [{"x": steer}, 1.5, None]}
+        content |= {"layout": {f"{steer}key": [{"x": steer}, 1.5, None]}, "written_by": "1\x1b[2J"}
         content["items"][f"{steer}name"] = content["items"]["words"]
         content["names"].append(f"{steer}name")
-        content["written_by"] = "1\x1b[2J"
 
     rewritten(tmp_path / "c", lie)
     with pytest.raises(ms.errors.CheckpointMismatchError) as caught:
         program.checkpoint.restore(tmp_path / "c")
-    assert str(caught.value).replace("\n", "").isprintable()
     restored = program.checkpoint.restore(tmp_path / "c", partial=True)
-    assert restored.written_by == "1\\x1b[2J"
-    (left_out,), (note, *_) = restored.left_out, restored.notes
-    assert left_out == "\\x1b]0;owned\\x07\\u202ename"
-    assert note.isprintable()
+    shown = [str(caught.value).replace("\n", ""), restored.written_by, *restored.left_out, *restored.notes]
+    assert len(shown) > 3
+    assert all(map(str.isprintable, shown))
 
 
 # ------------------------------------------------------------------------------------------------ files of arrays
