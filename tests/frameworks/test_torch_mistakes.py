@@ -110,29 +110,6 @@ def test_each_way_to_say_how_long_calls_wait(make: Callable[[], Any]) -> None:
     dist.destroy_process_group()
 
 
-STOPS_BEFORE_A_BARRIER = """
-import os, signal
-from datetime import timedelta
-import torch.distributed as dist, mpistrategy.torch as mst
-
-mst.init_process_group()
-if dist.get_rank() == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-dist.monitored_barrier(timeout=timedelta(seconds=8))
-"""
-
-
-def test_a_monitored_barrier_names_who_is_late_after_its_own_timeout(
-    launch: Callable[..., launching.Finished],
-) -> None:
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
-        pytest.skip("this torch takes it for gloo alone")
-    job = launch(2, STOPS_BEFORE_A_BARRIER, timeout=60)
-    assert job.returncode, job
-    for words in ("roll call", "rank 1", "stopped", "timeout_seconds=8"):
-        assert words in job.stderr, job
-
-
 def test_torchrun_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun does
     assert dist.is_torchelastic_launched()
