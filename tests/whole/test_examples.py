@@ -18,11 +18,10 @@ EXAMPLES = SCRIPTS / "examples"
 Launch = Callable[..., launching.Finished]
 
 
-@pytest.mark.each_mpi
 def test_conjugate_gradients_solve_on_any_number_of_ranks(launch: Launch) -> None:
     for ranks in (1, 3):
-        printed = launch(ranks, [EXAMPLES / "conjugate_gradient.py", "3000", "80"]).check().stdout
-        residual, middle = re.findall(r"residual ([\d.e-]+), x\[1500\] = ([\d.]+)", printed)[0]
+        printed = launch(ranks, [EXAMPLES / "conjugate_gradient.py", "600", "80"]).check().stdout
+        residual, middle = re.findall(r"residual ([\d.e-]+), x\[300\] = ([\d.]+)", printed)[0]
         assert float(residual) < 1e-8
         assert middle == "10.000000000", "far from the borders 2.1 x - x - x = 1"
 

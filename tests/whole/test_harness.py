@@ -115,9 +115,7 @@ ENDS: dict[str, tuple[str, dict[str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=pytest.mark.each_mpi if "stuck" in what else ()) for what in ENDS]
-)
+@pytest.mark.parametrize("what", ENDS)
 def test_what_ends_a_session(session: Session, what: str) -> None:
     source, environment, words = ENDS[what]
     job = session(2, source, **environment)
