@@ -20,7 +20,6 @@ from mpistrategy.input.datasets import Dataset
 from mpistrategy.input.distributed import DistributedDataset
 from mpistrategy.input.iterators import DistributedIterator
 from mpistrategy.input.options import InputContext, InputOptions
-from mpistrategy.objects import nearest as _nearest
 from mpistrategy.objects import other_names as _other_names
 from mpistrategy.options import (
     CommunicationImplementation,
@@ -82,7 +81,8 @@ def __getattr__(name: str) -> Any:
         return value
     if name == "CollectiveHints":  # TensorFlow's former name
         return CommunicationOptions
-    raise _nearest.attribute_error(f"module {__name__!r}", name, _other_names.MODULE, _sys.modules[__name__])
+    hint = f". {_other_names.MODULE[name]}." if name in _other_names.MODULE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name, obj=_sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,6 @@ from mpistrategy.context import (
     Mode,
     Strategy,
     check_call,
-    check_strategy,
     cross_replica,
     current_frame,
     current_strategy,
@@ -55,7 +54,6 @@ class ReplicaContext(NotPickled):
     _instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
-        check_strategy(strategy, "ReplicaContext")
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
             raise OptionError.at("ReplicaContext", found=f"{replica_id_in_sync_group=}", expected="an int or None")
         self._strategy = strategy
@@ -383,9 +381,7 @@ class ReplicaContext(NotPickled):
     ) -> Any:
         """Make a collective of this context; see `Reducer.run`."""
         frame, reducer = self._frame(where), self._strategy.extended._reducer
-        if frame is None:
-            return reducer.run(where, general, argument, value, options, name, out, weight)
-        with frame:
+        with frame or _NOTHING:
             return reducer.run(where, general, argument, value, options, name, out, weight)
 
     def _frame(self, where: str, *, is_collective: bool = True) -> Frame | None:
@@ -401,18 +397,12 @@ class ReplicaContext(NotPickled):
             if is_collective:
                 warn_outside_steps(self._strategy, where)
             return Frame(self._strategy, Mode.REPLICA, self)
-        if frame is not None and frame.mode is not Mode.REPLICA:
-            raise ContextError.at(
-                where,
-                found=f"a call in {in_words(frame)}",
-                expected="a call in replica context (inside a step function)",
-                fix="Call it in the function given to `strategy.run`; here, use strategy.reduce or strategy.extended.",
-            )
         raise ContextError.at(
             where,
-            found="a call through a context that this thread is not in",
+            found=f"a call in {in_words(frame)} through a replica context that this thread is not in",
             expected="a call through the context of the running step function",
-            fix="Call get_replica_context() anew in each step instead of keeping its result.",
+            fix="Call get_replica_context() anew in each step, in the function given to `strategy.run`; outside steps, "
+            "use strategy.reduce or strategy.extended.",
         )
 
     def __repr__(self) -> str:

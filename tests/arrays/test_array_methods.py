@@ -103,7 +103,6 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "setflags": lambda a: a.setflags(write=True),
     "resize": lambda a: a.resize(1),
     "itemset": lambda a: a.itemset(0, 1),
-    "byteswap": lambda a: a.byteswap(inplace=True),
     "[]": lambda a: operator.setitem(a, 0, 1),
     "+=": lambda a: operator.iadd(a, 1),
     "-=": lambda a: operator.isub(a, 1),
@@ -113,7 +112,6 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "ufunc at": lambda a: np.add.at(a, 0, 1),
     "method out": lambda a: np.ones((3, 3)).sum(0, out=a),
     "our method out": lambda a: ms.Mirrored((np.ones((3, 3)),)).sum(0, out=a),
-    "our dot out": lambda a: ms.Mirrored((np.ones((3, 3)),)).dot(np.ones(3), a),
 }
 
 
@@ -145,8 +143,7 @@ def test_what_would_write_says_what_to_write_instead(kind: str, write: str) -> N
     with pytest.raises(errors.UnsupportedError) as refusal:
         WRITES[write](value)
     assert value.tolist() == [3, 1, 2]
-    cure = {"+=": r"v.assign_add(x)", "-=": "v.assign_sub(x)", "resize": "np.resize"}.get(write, "v.assign(")
-    assert (cure if kind == "Variable" or write == "resize" else "v = ") in refusal.value.fix
+    assert ("v.assign(x), v.assign_add(x)" if kind == "Variable" else "v = v + x") in refusal.value.fix
 
 
 def test_every_public_name_of_an_array_is_there_but_those_that_the_guide_names() -> None:

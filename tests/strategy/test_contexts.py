@@ -83,18 +83,13 @@ COLUMNS: dict[str, Column] = {
     "thread": lambda strategy, other, variable, call: in_scope(strategy, lambda: in_thread(call)),
 }
 #: How an error names the context that is meant.
-CROSS, REPLICA, OTHER, STALE = (
-    "in cross-replica context",
-    "in replica context",
-    "another strategy",
-    "this thread is not in",
-)
+CROSS, OTHER, STALE = "in cross-replica context", "another strategy", "this thread is not in"
 SCOPE = r"inside strategy\.scope\(\)"
 OK = ""
 # default, scope, run, merge_fn, update fn, other's scope, other's run, thread
 EVERYWHERE = (OK, OK, OK, OK, OK, OK, OK, OK)
 CROSS_REPLICA = (OK, OK, CROSS, OK, OK, OTHER, OTHER, OK)
-STEP = (STALE, REPLICA, OK, REPLICA, REPLICA, REPLICA, STALE, STALE)
+STEP = (STALE, STALE, OK, *[STALE] * 5)
 
 
 def entered(manager: AbstractContextManager[Any]) -> bool:

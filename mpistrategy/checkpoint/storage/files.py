@@ -220,7 +220,7 @@ def check_is_trusted(folder: str) -> None:
     if not own_files.is_trusted(state, os.stat(os.path.dirname(folder))):
         raise CheckpointReadError.at(
             "a checkpoint",
-            found=f"{folder!r}, of {own_files.user_in_words(state.st_uid)}, in a folder that everybody can write to",
+            found=f"{folder!r}, of uid {state.st_uid}, in a folder that everybody can write to",
             expected="a file or folder of yours",
             fix="If you trust it, copy it to a folder of your own.",
         )
