@@ -92,7 +92,7 @@ def test_an_array_that_looks_into_a_dropped_variable_keeps_its_memory(fresh: ms.
             places.append(slot_of(variable).offset)
             if number % 400 == 7 and number // 400 % SIZE == RANK:  # one rank alone holds on to it
                 held.append(np.asarray(variable)[3::7].reshape(-1, 1).T)
-    assert sum(slabs_in_use()) - before < 160 * MIB < 200 * MIB, "slabs that nobody looks into are given back"
+    assert sum(slabs_in_use()) - before < 200 * MIB, "slabs that nobody looks into are given back"  # of 255
     assert same_everywhere(places)
     assert variable[0] == 1599
     for view in held:
