@@ -169,7 +169,8 @@ class CommunicationOptions:
             in which this rank waits counts; see `Strategy.expect_long`.
         implementation: a `CommunicationImplementation` or its name in any letter case.  "NCCL" and "RING" (MPI) choose
             the transport of arrays in GPU memory, where it is available.  "AUTO" uses MPISTRATEGY_GPU_PATH (mpi,
-            staged, nccl), or lets the library choose.  Arrays on the host always use MPI.
+            staged, nccl), or lets the library choose.  The first call with such arrays decides for the strategy.
+            Arrays on the host always use MPI.
         wire: "bfloat16" halves the bytes between nodes in sums and means of float32 (and of 16-bit floats, which are
             summed in float32).  Each node's contribution is rounded to bfloat16 (unit roundoff u = 2^-8), the
             contributions are added in float32, and the sum is rounded once.  The result is equal on all ranks, and

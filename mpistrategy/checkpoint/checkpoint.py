@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 
 from mpistrategy import context
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.arrays import arrays_of, arrays_of_file
+from mpistrategy.checkpoint.reading import arrays_of
 from mpistrategy.checkpoint.restoring import Restored, restore
 from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State, strategy_of
@@ -170,12 +169,16 @@ class Checkpoint(NamesOurs):
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.save")
         communicator = strategy.extended.communicator
-        # Clean up after leaving the call: then no rank writes any more.
-        with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save", called=name) as call:
-            path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
-            saving = Saving(communicator, path, bool(overwrite), strategy.layout())
-            cleaning.enter_context(saving._cleaned_up())
-            digests = saving._begin(state, call, prepare, wait=bool(wait))
+        saving = None
+        try:
+            with Call(communicator.guard, "Checkpoint.save", called=name) as call:
+                path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
+                saving = Saving(communicator, path, bool(overwrite), strategy.layout())
+                digests = saving._begin(state, call, prepare, wait=bool(wait))
+        except BaseException:  # after leaving the call: then no rank writes any more
+            if saving is not None:
+                saving._abandon()
+            raise
         if not wait:
             self._pending = saving
         self._look_for_stale(digests, communicator.rank)
@@ -274,22 +277,15 @@ class Checkpoint(NamesOurs):
 
     @staticmethod
     def arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
-        """Return the arrays in a checkpoint, or in a ``.safetensors``, ``.npz`` or ``.npy`` file, by name.
+        """Return the arrays in a checkpoint by name.
 
         Rank-local.  Copies with an aggregation are combined; per-rank arrays are named ``name@rank``.
-        A checkpoint is read into memory whole; name one of its files to read that alone.
-
-        Other files are mapped into memory and read when the arrays are: copy them before a file is overwritten in place
-        or, on a network file system, removed.  A file stays open as long as one of its arrays exists.  Writing into an
-        array does not change the file.  The arrays of a ``.npz`` file are read into memory: at most 64 MiB plus 100
-        times the size of the file, since a small forged file could take any amount; use `numpy.load` for larger arrays.
-        `path` may be a symbolic link to a file.
+        All of it is read into memory.  The package safetensors reads single arrays in a file of it.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.
         """
-        text = checked_path(path, "Checkpoint.arrays", "path")
-        return arrays_of(text) if os.path.isdir(text) else arrays_of_file(text)
+        return arrays_of(checked_path(path, "Checkpoint.arrays", "path"))
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self.objects) or 'nothing'}>"

@@ -10,6 +10,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,16 +151,13 @@ class Threads(Ranks, ControlChannel):
         return True
 
 
-class _World(threading.local):
-    communicator: Threads | None = None
-
-
-_world = _World()
+#: The communicator of the thread of a replica.
+_world: ContextVar[Threads | None] = ContextVar("_world", default=None)
 
 
 def world() -> Threads | None:
     """Return the communicator of all replicas that this thread is one of, or None in an ordinary thread."""
-    return _world.communicator
+    return _world.get()
 
 
 @dataclass
@@ -187,7 +185,7 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
     endings = [Ending() for _ in range(count)]
 
     def replica(rank: int) -> None:
-        _world.communicator = Threads(meeting, rank, node_of)
+        _world.set(Threads(meeting, rank, node_of))
         turns.begin(rank)
         try:
             endings[rank].result = function()

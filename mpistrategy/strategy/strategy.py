@@ -506,8 +506,8 @@ class Strategy(NotPickled, NamesOurs):
             pad: fill the ranks' parts up with zeros until they are equal.
             check_batches: what to do when the first batch that an iterator takes has other rows on another rank:
                 "warn" on rank 0 with a DatasetWarning, "raise", or "off": compare nothing.  The first element of an
-                iterator is collective with the former two.  Of a large batch the first and the last rows of each
-                array are compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
+                iterator is collective with the former two.  Of a large batch the first rows of each array are
+                compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
                 out.
             name: is compared between the ranks instead of the call site, for this call and for the iterators.
 

@@ -58,14 +58,13 @@ def of_one_rank(rank: int, on: float) -> dict[str, Any]:
         "array": rows.copy(),
         "axes": np.full((2,) * (rank + 1), rank, np.int16) * np.int16(on),
         "nest": {"a": [rows.copy(), (rows[:1].copy(), 5)], "b": np.full((rank, 0), "x")},
-        "component": ms.PerReplica((rows.copy(),)),
         "domain": Domain(rows if on else np.empty(0)),
         "same": np.arange(3.0) * on,
     }
 
 
 def texts(objects: dict[str, Any]) -> dict[str, str]:
-    plain = objects | {"component": objects["component"].values, "domain": objects["domain"].rows}
+    plain = objects | {"domain": objects["domain"].rows}
     return {name: repr(value) for name, value in plain.items()}
 
 

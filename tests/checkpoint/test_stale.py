@@ -43,7 +43,6 @@ MADE: dict[str, Callable[[float], Any]] = {
     "a tuple": lambda number: AdamState(int(number), (None, 0.5)),
     "a dict": lambda number: {"epoch": number, "name": "x"},
     "an array": lambda number: np.full(3, number),
-    "a component": lambda number: ms.PerReplica((np.full(3, number),)),
     "JAX's arrays": with_jax,
     "a tree of JAX's": a_tree,
 }

@@ -82,7 +82,7 @@ def test_hints_leave_pickling_copies_and_inspection_as_they_are() -> None:
     with warnings.catch_warnings(), ms.OneDeviceStrategy("CPU:0").scope():
         warnings.simplefilter("error")
         made = (ms.optimizers.SGD(0.1), ms.metrics.Mean(), ms.Dataset.from_arrays(np.ones(2), 1), ms.Checkpoint())
-        assert repr(copy.deepcopy(made[0])) == "SGD(learning_rate=0.1)"
+        assert repr(copy.deepcopy(made[2])) == repr(made[2])
         for each in made:
             inspect.getmembers_static(each)
             assert not hasattr(each, "__wrapped__")

@@ -32,7 +32,6 @@ CONSTRUCTORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         (ms.CommunicationOptions, {}),
         (ms.Variable, {"initial_value": 1.0}),
         (ms.Dataset.from_arrays, {"arrays": np.zeros((4, 2)), "global_batch_size": 2}),
-        (ms.InputOptions, {}),
         (ms.InputContext, {}),
         (ms.CheckpointManager, {}),
         (ms.PreemptionCheckpointHandler, {}),
@@ -112,7 +111,7 @@ def test_a_setter_refuses_what_no_constructor_would_take(name: str, attribute: s
         (lambda: ms.optimizers.SGD(nonfinite="rase"), "nonfinite='rase'.*'raise'"),
         (lambda: ms.Variable(0.0, aggregation="menn"), "aggregation='menn'.*'MEAN'"),  # type: ignore[arg-type]
         (lambda: ms.CommunicationOptions(implementation="nccll"), "implementation='nccll'.*'NCCL'"),
-        (lambda: ms.InputOptions(experimental_replication_mode="per-worker"), "mode='per-worker'.*'PER_WORKER'"),
+        (lambda: ms.get_strategy().make_input_fn_iterator(list, "per-worker"), "mode='per-worker'.*'PER_WORKER'"),
         (lambda: ms.MirroredStrategy(check="alway"), "check='alway'.*'always'"),  # type: ignore[arg-type]
         (lambda: ms.MirroredStrategy(on_error="rase"), "on_error='rase'.*'raise'"),  # type: ignore[arg-type]
         (lambda: ms.MirroredStrategy("gpuu"), "devices='gpuu'.*'gpu'"),
@@ -135,9 +134,6 @@ def test_words_are_taken_in_any_letter_case() -> None:
     ms.telemetry.RankFilter(ranks="ALL", level="info", others="Error")
     assert injection.parse("RANK=0, At=AllReduce#7, do=Kill", "here") == injection.parse(
         "rank=0, at=allreduce#7, do=kill", "here"
-    )
-    assert ms.InputOptions(experimental_replication_mode="per_replica") == ms.InputOptions(
-        experimental_replication_mode=ms.InputReplicationMode.PER_REPLICA
     )
 
 

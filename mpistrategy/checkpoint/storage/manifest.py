@@ -63,7 +63,7 @@ class Item:
         shape: of an array; where each rank has its own array, of rank 0's: the first axis of rows, and all of `OWN`,
             may differ between the ranks.
         shards: the shards that have the only copy of an array, split into equal parts.
-        more: further data of its kind, equal on all ranks.
+        keys: of the items below it; None for positions.
         values: a tuple of the value, if it was saved once; else empty.
     """
 
@@ -72,7 +72,7 @@ class Item:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     shards: tuple[int, ...] = ()
-    more: Any = None
+    keys: Any = None
     values: tuple[Any, ...] = ()
 
     @property
@@ -106,7 +106,7 @@ class Item:
 
     def packed(self) -> list[Any]:
         """Return it as JSON."""
-        return [self.kind, self.copies, self.dtype, self.shape, self.shards, self.more, self.values]
+        return [self.kind, self.copies, self.dtype, self.shape, self.shards, self.keys, self.values]
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,10 @@ def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, w
     return Manifest(ranks, files, checked, tuple(names), layout, printable(written_by, ""))
 
 
-def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, more: Any, values: Any) -> Item:
+def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, keys: Any, values: Any) -> Item:
     """Return the item of the values of `Item.packed`, in a checkpoint of so many shards."""
     _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
-    _require(all(type(part) is list for part in (shape, shards, values)) and len(values) <= 1, "lists")
+    _require(all(type(part) is list for part in (shape, shards, values, keys or [])) and len(values) <= 1, "lists")
     _require((kind == ROWS) == (copies == ROWS), "rows")
     if dtype:
         elements = dtype_of(dtype)
@@ -235,7 +235,7 @@ def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: An
         _require(bool(shards) == (copies == ONE) and (copies != ROWS or bool(shape)), "shards")
     else:
         _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not (shape or shards), "values")
-    return Item(kind, copies, dtype, tuple(shape), tuple(shards), more, tuple(values))
+    return Item(kind, copies, dtype, tuple(shape), tuple(shards), keys, tuple(values))
 
 
 def _is_count(number: Any, most: int) -> bool:

@@ -62,27 +62,6 @@ def give_away(most: int, looks: int) -> None:
         time.sleep(5e-5)
 
 
-@quietly
-def allreduce_across(
-    communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, wire: Wire = None
-) -> None:
-    """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.  Collective.
-
-    Args:
-        communicator: the ranks, on any number of nodes.
-        buffer: contiguous; equal size and dtype on all ranks.
-        op: "SUM", "MIN", "MAX" or "PROD".
-        source: this rank's contribution, where it is not `buffer`; stays as it is.
-        wire: the dtype in which sums travel between the nodes, where it differs from the buffer's.
-    """
-    flat = buffer.reshape(-1)
-    operand = flat if source is None else source.reshape(-1)
-    if communicator.has_links:
-        across_nodes(communicator).allreduce(operand, flat, op, wire)
-    else:
-        communicator.allreduce(flat, op, operand)
-
-
 def across_nodes(communicator: Any) -> Lanes:
     """Return the two-level all-reduce of a communicator; the first call is collective."""
     lanes: Lanes = communicator.once(Lanes, lambda: Lanes(communicator))
@@ -121,10 +100,11 @@ class Lanes(Freed, Waiting):
         self._rounded: list[Rounded] = []
         self._pause = communicator.pause or partial(give_away, _CROWDED_LOOKS if communicator.is_crowded else _LOOKS)
 
+    @quietly
     def allreduce(self, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
 
-        `wire`: see `allreduce_across`.
+        `op`, `wire`: see `mpistrategy.mpi.interface.ranks.Ranks.allreduce`.
         """
         if self.node_sum is None:
             self.in_place((source,), (target,), op, wire)
@@ -147,7 +127,7 @@ class Lanes(Freed, Waiting):
         Args:
             arrays: flat, by local rank.
             targets: flat, of the same size and dtype; may be the arrays themselves.
-            op, wire: see `allreduce_across`.
+            op, wire: see `mpistrategy.mpi.interface.ranks.Ranks.allreduce`.
             divisor: the result is divided by it; floating dtypes only.
         """
         if self.node_sum is not None:

@@ -42,7 +42,7 @@ class Failing:
         self.left = after
         self.guard = Guard()
 
-    def allreduce(self, buffer: np.ndarray, op: str, source: np.ndarray | None = None) -> None:
+    def allreduce(self, buffer: np.ndarray, op: str, wire: None) -> None:
         self.left -= 1
         if self.left < 0:
             raise RuntimeError("a peer is gone")

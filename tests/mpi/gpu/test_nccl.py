@@ -17,7 +17,7 @@ from replicas import numbers_of as values
 
 import mpistrategy as ms
 from mpistrategy.mpi.gpu.transports import nccl
-from mpistrategy.mpi.interface.gpu_transport import device_paths
+from mpistrategy.mpi.interface.gpu_transport import chosen_path
 from mpistrategy.mpi.watchdog import gpu_progress
 from mpistrategy.options import GPU_PATH
 
@@ -58,7 +58,7 @@ def test_a_list_is_reduced_as_on_the_host(strategy: Any, dtype: str) -> None:
             assert type(array) is cupy.ndarray
             assert array.dtype == expected.dtype
             assert np.allclose(array.get(), expected, rtol=1e-6 if dtype != "float16" else 1e-2)
-    assert SIZE == 1 or list(device_paths(strategy.extended.communicator).by_name) == ["nccl"]
+    assert SIZE == 1 or chosen_path(strategy.extended.communicator).path.name == "nccl"
 
 
 @several
@@ -173,9 +173,9 @@ def test_an_nccl_that_does_not_work_gives_way_on_all_ranks(
     with warnings.catch_warnings(record=True) as caught, ms.MirroredStrategy("gpu") as strategy:
         warnings.simplefilter("always")
         assert summed(strategy, cupy.asarray(np.ones(3))).get().tolist() == [SIZE] * 3
-        paths = device_paths(strategy.extended.communicator)
-        assert list(paths.by_name) == ["staged"]
-        assert re.search("a wrong sum" if fault == "wrong" else "no network", paths.reasons["auto"])
+        chosen: Any = chosen_path(strategy.extended.communicator)
+        assert chosen.path.name == "staged"
+        assert re.search("a wrong sum" if fault == "wrong" else "no network", chosen.reason)
     assert [each.category for each in caught] == [ms.errors.FallbackWarning] * (RANK == 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import gpu_here
@@ -15,7 +14,7 @@ import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.choice import Abilities, candidates, in_words, obstacles
-from mpistrategy.mpi.interface.gpu_transport import device_paths
+from mpistrategy.mpi.interface.gpu_transport import chosen_path
 from mpistrategy.options import GPU_PATH, path_word
 
 BARE = {"against_mpi": "MPI has no CUDA"}
@@ -39,9 +38,9 @@ TABLE = {
 }  # fmt: skip
 
 
-def chosen(ranks: list[Abilities], word: str, taken: Sequence[str] = ()) -> tuple[str, str, bool]:
+def chosen(ranks: list[Abilities], word: str) -> tuple[str, str, bool]:
     """Return the path that can be, why, and whether to warn."""
-    against = obstacles(ranks, taken)
+    against = obstacles(ranks)
     name = next(each for each in candidates(word) if not against[each])
     return name, *in_words(name, word, against, ranks)
 
@@ -68,13 +67,6 @@ def test_what_is_staged_unasked_is_told_the_cure(word: str) -> None:
     assert "pip install" not in why
 
 
-def test_nccl_and_pointers_for_mpi_are_never_used_together() -> None:
-    ranks = [Abilities(gpu, 22105) for gpu in "ab"]
-    assert chosen(ranks, "ring", ["nccl"])[0] == "staged"
-    assert chosen(ranks, "auto", ["mpi"])[0] == "mpi"
-    assert "block each other" in chosen(ranks, "nccl", ["mpi"])[1]
-
-
 @pytest.mark.parametrize(
     ("implementation", "variable", "word"),
     [("AUTO", "", "auto"), ("AUTO", "Staged", "staged"), ("RING", "nccl", "ring"), ("nccl", "staged", "nccl")],
@@ -92,7 +84,7 @@ def reduce_one(options: ms.CommunicationOptions | None = None) -> Any:
         array = cupy.asarray(np.ones(3))
         found = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", array, options))
         assert found.get().tolist() == [SIZE] * 3
-        return next(iter(device_paths(strategy.extended.communicator).by_name))
+        return chosen_path(strategy.extended.communicator).path
 
 
 @gpu_here.needs_gpu
