@@ -61,6 +61,7 @@ class StrategyExtended(NotPickled, Settable):
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
+        context.check_strategy(container_strategy, "StrategyExtended")
         self.communicator: Ranks = communicator or Alone()
         reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
         #: Whether variables belong to this rank alone (one replica, no synchronization).
