@@ -113,7 +113,7 @@ def as_leaf(result: Any, leaf: Any) -> Any:
 
 def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether `out` is a nest like `value` of ordinary arrays, of these dtypes, and of the shapes of arrays."""
-    if not where.single and not alike(value, out):
+    if not alike(value, out):
         return False
     rows = zip(where.take(out), arrays, dtypes, strict=True)
     return all(

@@ -287,7 +287,7 @@ class NestPlan(Compared, CallPlan):
             return self.otherwise.run(call, value, out, weight)
         if out is None:
             results = self._results(call, arrays, None, weight)
-            return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
+            return self.leaves.structure.pack(results if self._only_arrays else map(as_leaf, results, leaves))
         targets = self.leaves.take(out)
         if not writable(targets):
             return self.otherwise.run(call, value, out, weight)
@@ -315,7 +315,7 @@ class DevicePlan(NestPlan):
             return self.otherwise.run(call, value, out, weight)
         results = self._results(call, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
-            return self.leaves.build(results)
+            return self.leaves.structure.pack(results)
         with arrays[0].device:
             move(results, arrays)
         return out
@@ -336,10 +336,10 @@ class PlacedPlan(NestPlan):
             return self.otherwise.run(call, value, out, weight)
         results = self._results(call, arrays, None)
         if not self.is_here:
-            return self.leaves.build([Mirrored((), text) for _ in leaves])
+            return self.leaves.structure.pack([Mirrored((), text) for _ in leaves])
         if not self._only_own:
             results = [*map(in_kind, results, leaves)]
-        return self.leaves.build([Mirrored((result,), text) for result in results])
+        return self.leaves.structure.pack([Mirrored((result,), text) for result in results])
 
 
 def kind_of(value: Any) -> Any:

@@ -56,10 +56,10 @@ class Failures:
     Args:
         segments: `BYTES` of each rank, zeroed.
         local_rank: this rank.
-        fence: keeps writes in order; None where the processor does that itself.
+        fence: keeps writes in order.
     """
 
-    def __init__(self, segments: Sequence[Array], local_rank: int, fence: Callable[[], object] | None) -> None:
+    def __init__(self, segments: Sequence[Array], local_rank: int, fence: Callable[[], object]) -> None:
         self._rank, self._fence = local_rank, fence
         self._shown = [segment[:BYTES].view(_SHOWN)[0] for segment in segments]
 
@@ -71,8 +71,7 @@ class Failures:
             encoded(failure.error, 608),
             failure.rank,
         )
-        if self._fence is not None:
-            self._fence()
+        self._fence()
         row["broken"] = 1
 
     def first(self) -> Failure | None:
