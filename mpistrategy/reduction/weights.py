@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -65,12 +65,8 @@ def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) ->
     if weight == 0:
         return np.zeros_like(array, dtype)
     # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
-    exact = float(dtype.type(factor).real) == factor
-    meeting = dtype if exact else np.result_type(dtype, np.float64)
-    if type(array) is np.ndarray:  # rounded as it is written: no array of the wide dtype is made
-        room: Array = np.empty(array.shape, dtype)
-        np.multiply(array, meeting.type(factor), out=room, dtype=meeting)
-        return room
+    is_exact = float(dtype.type(factor).real) == factor
+    meeting = dtype if is_exact else np.result_type(dtype, np.float64)
     products: Array = np.multiply(array, meeting.type(factor), dtype=meeting)
     return products.astype(dtype, copy=False)
 
@@ -88,8 +84,8 @@ def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
 class WeightedMeans(Transfer):
     """The weighted means of arrays; the first array of `bring` and `run` is this rank's weight.
 
-    On a node small arrays lie in the mailboxes, beside the weight and the check of the call, and each rank multiplies
-    the arrays of all ranks.  Else the ranks learn the weights with the check, and then add up the products.
+    On a node small arrays lie in the mailboxes, beside the weight and the check of the call, and each rank adds up the
+    arrays of all ranks in float64.  Else the ranks learn the weights with the check, and then add up the products.
 
     Args:
         ranks: the ranks that take part.
@@ -110,54 +106,49 @@ class WeightedMeans(Transfer):
             self._in_mailboxes = MailboxArrays(boxes, (_WEIGHT, *layouts))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Do what must be done before the ranks agree on the call."""
-        rows = zip(arrays[1:], self._dtypes, self.results, strict=True)
-        rooms = [
-            None if result == dtype or is_on_device(array) else np.empty(array.shape, result)
-            for array, dtype, result in rows
-        ]
+        """Give the weight, and small arrays, before the ranks agree on the call."""
         if self._in_mailboxes is None:
-            return rooms, self._weights.bring(arrays[0])
+            return self._weights.bring(arrays[0])
         self._in_mailboxes.put(arrays)
-        return rooms, None
+        return None
 
     @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the means; NaN where all weights are 0."""
-        rooms, numbers = memory
-        if self._in_mailboxes is None:
-            weights = self._weights.numbers_of_ranks(numbers).ravel().tolist()
-            factors, total = normalized(weights)
-            sums = self._summed_products(arrays[1:], weights[self._ranks.rank], factors[self._ranks.rank])
-        else:
-            arrays_by_rank = self._in_mailboxes.arrays_of_ranks()
-            weights = [float(rank_arrays[0]) for rank_arrays in arrays_by_rank]
-            factors, total = normalized(weights)
-            products_by_rank = [
-                self._products(rank_arrays[1:], *weight_and_factor)
-                for rank_arrays, *weight_and_factor in zip(arrays_by_rank, weights, factors, strict=True)
-            ]
-            sums = [np.asarray(reduce(np.add, parts)) for parts in zip(*products_by_rank, strict=True)]
-        rows = zip(sums, self.results, rooms, strict=True)
-        return [_mean(array, total, dtype, room) for array, dtype, room in rows]
+        if self._in_mailboxes is not None:
+            return self._means_here(self._in_mailboxes.arrays_of_ranks())
+        me, weights = self._ranks.rank, self._weights.numbers_of_ranks(memory).ravel().tolist()
+        factors, total = normalized(weights)
+        work = partial(self._products_and_memory, arrays[1:], weights[me], factors[me])
+        products, rooms, memory_of_sums = self._ranks.guard.on_all(work)
+        sums = self._sums.run(products, memory_of_sums)
+        return [*map(rounded, [divide(array, total) for array in sums], self.results, rooms)]
 
-    def _products(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
-        return [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
+    def _means_here(self, arrays_of_ranks: list[list[Array]]) -> list[Array]:
+        """Return the means of the arrays in the mailboxes."""
+        weights = [float(arrays[0]) for arrays in arrays_of_ranks]
+        factors, total = normalized(weights)
+        if total == 0:
+            return [np.full(shape, np.nan, dtype) for (_, shape), dtype in zip(self.layouts, self.results, strict=True)]
+        rows = [
+            (np.float64(factor), arrays)
+            for factor, weight, arrays in zip(factors, weights, arrays_of_ranks, strict=True)
+            if weight
+        ]
+        means = []
+        for number, dtype in enumerate(self.results, 1):
+            products = [arrays[number] * factor for factor, arrays in rows]
+            means.append(np.asarray(reduce(np.add, products) / total, dtype))
+        return means
 
-    def _summed_products(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
-        def products_and_memory() -> tuple[list[Array], Any]:
-            products = self._products(arrays, weight, factor)
-            return products, self._sums.bring(products)
-
-        return self._sums.run(*self._ranks.guard.on_all(products_and_memory))
-
-
-def _mean(total: Array, weight: float, dtype: np.dtype[Any], room: Array | None) -> Array:
-    """Return the quotient of a sum and the weights of all: on the host in its own memory, or in `room`."""
-    if is_on_device(total):
-        return rounded(divide(total, weight), dtype)
-    out = total if room is None else room
-    return np.true_divide(total, total.dtype.type(weight), out=out, casting="unsafe")  # type: ignore[no-any-return]
+    def _products_and_memory(self, arrays: Sequence[Array], weight: float, factor: float) -> tuple[Any, Any, Any]:
+        """Return the products, memory for means of another dtype than their sums, and memory for the sums."""
+        products = [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
+        rooms = [
+            None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
+            for array, dtype in zip(products, self.results, strict=True)
+        ]
+        return products, rooms, self._sums.bring(products)
 
 
 class WeightedPlan(NestPlan):

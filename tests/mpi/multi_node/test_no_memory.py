@@ -213,9 +213,16 @@ def test_an_accumulation(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Non
         check_first_call(made, memory, lambda: made.run(summed, args=(1000,)), right)
 
 
-def test_after_a_weighted_mean(contained: ms.Strategy, memory: Memory) -> None:
-    memory.limit(weights.WeightedMeans, "_summed_products")
-    check_the_others_hear(contained, memory, lambda: context().all_reduce("MEAN", np.ones(1000), weight=RANK + 1.0))
+def test_the_products_of_a_weighted_mean(apart: ms.Strategy, memory: Memory) -> None:
+    memory.limit(weights.WeightedMeans, "_products_and_memory")
+    right = sum((rank + 1.0) ** 2 for rank in range(SIZE)) / sum(rank + 1.0 for rank in range(SIZE))
+    mine = np.full(1000, RANK + 1.0)
+    check_first_call(
+        apart,
+        memory,
+        lambda: apart.run(lambda: context().all_reduce("MEAN", mine, weight=RANK + 1.0)),
+        np.full(1000, right),
+    )
 
 
 def test_the_memory_of_a_variable(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
