@@ -32,7 +32,6 @@ from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, is_python
 from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import (
-    EmptyBatchError,
     LeafError,
     OptionError,
     OptionTypeError,
@@ -45,14 +44,12 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import arrays_of, as_given, check_order, is_plain_array
-from mpistrategy.reduction.layout.finish import divide
-from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind, is_plain_array
 from mpistrategy.reduction.plan import CallPlan, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.base import Targets, Transfer
 from mpistrategy.reduction.routes.with_the_check import MailboxArrays
+from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, layouts_of
 
 Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
 
@@ -105,8 +102,6 @@ def move(ranks: Ranks, collective: Collective, arrays: Sequence[Any], call: Call
 class EachArray(General):
     """A collective that treats each array of a nest alike; a subclass defines `collective`."""
 
-    #: Whether a nest without arrays is refused; a nest of None alone never is.
-    needs_arrays: bool = False
     plan_type: type[NestPlan] = NestPlan
 
     @abstractmethod
@@ -125,14 +120,12 @@ class EachArray(General):
         """Return a nest of the results; see `CallPlan.run`."""
         leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
-        if self.needs_arrays and not (leaves or structure.num_none or self.reducer.is_alone):
-            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
         call.wait_as(self.merged_options.timeout_seconds)
         arrays = [self.checked(leaf, call.where) for leaf in leaves]
         results = self.move_arrays(call, self.collective(call, arrays), arrays, value)
         components = [*map(contribution, leaves)]
         self.reducer.communicator.guard.wait_for_gpu(event_of_reads(components))
-        return structure.pack([*map(as_given, map(like_given, results, components), components)])
+        return structure.pack([*map(in_kind, results, components)])
 
     def move_arrays(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
         """Return the results of the arrays of a value, once all ranks make the same call."""
@@ -182,39 +175,29 @@ class Gathering(Collective):
         #: Whether this rank's arrays lie in its mailbox.
         self._fits = False
         self._in_mailboxes: MailboxArrays | None = None
-        if boxes is not None and MailboxArrays.has_room(boxes, header, boxes.size):
-            box_layouts = header + self.layouts
-            self._fits = MailboxArrays.has_room(boxes, box_layouts, boxes.size) and not any(map(is_on_device, arrays))
-            self._in_mailboxes = MailboxArrays(boxes, box_layouts if self._fits else header)
-        else:
+        if boxes is None or not MailboxArrays.has_room(boxes, header, boxes.size):
             self._numbers = NumbersOfRanks(ranks, len(arrays))
+            return
+        box_layouts = header + self.layouts
+        self._fits = MailboxArrays.has_room(boxes, box_layouts, boxes.size) and not any(map(is_on_device, arrays))
+        self._in_mailboxes = MailboxArrays(boxes, box_layouts if self._fits else header)
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
-        """Do what must be done before the ranks agree on the call.
-
-        Returns:
-            Memory for the lengths; for small arrays memory for the results, if all ranks have equal lengths.
-        """
+        """Give the lengths, and small arrays, before the ranks agree on the call."""
         if self._in_mailboxes is None:
             return self._numbers.bring(self._own_lengths)
         self._in_mailboxes.put([self._own_lengths, *arrays])
-        rows, size = zip(self.layouts, self._axes, strict=True), self._ranks.size
-        shapes = [((*shape[:axis], size * shape[axis], *shape[axis + 1 :]), dtype) for (dtype, shape), axis in rows]
-        return [np.empty(*layout) for layout in shapes] if self._fits else None
+        return None
 
     def run(self, arrays: Sequence[Any], memory: Any) -> list[Array]:
         """Return all ranks' arrays, after the agreement."""
         if self._in_mailboxes is None:
             lengths = self._numbers.numbers_of_ranks(memory).astype(np.int64)
         else:
-            arrays_by_rank = self._in_mailboxes.arrays_of_ranks()
-            lengths = np.array([rank_arrays[0] for rank_arrays in arrays_by_rank])
-            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_by_rank):
-                rows = zip(memory, self._axes, strict=True)
-                return [
-                    np.concatenate([rank_arrays[number] for rank_arrays in arrays_by_rank], axis, out=result)
-                    for number, (result, axis) in enumerate(rows, 1)
-                ]
+            arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
+            lengths = np.array([own_arrays[0] for own_arrays in arrays_of_ranks])
+            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
+                return [*map(np.concatenate, [*zip(*arrays_of_ranks, strict=True)][1:], self._axes)]
         blocks = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._ranks, list(zip(blocks, lengths.T.tolist(), strict=True)), self._into)
         if not any(self._axes):
@@ -340,8 +323,6 @@ class Scanning(Collective):
 
 class Scan(EachArray):
     """`ReplicaContext.scan`; the argument is the operation, whether it is exclusive, and the type of that flag."""
-
-    needs_arrays = True
 
     def checked(self, value: Any, where: str) -> Any:
         return host_array(reducible(dense(value, where), where), where)
@@ -504,7 +485,7 @@ class FromRoot(Collective):
         if self._in_mailboxes is not None:
             if self._ranks.rank == self._root:
                 self._in_mailboxes.put(arrays)
-            return None, [np.empty(shape, dtype) for dtype, shape in self.layouts]
+            return None, []
         gpu_arrays = [array for array in arrays if is_on_device(array)]
         memory, copies = gpu.packed(gpu_arrays) if gpu_arrays else (None, [])
         in_place = targets is not None
@@ -515,11 +496,9 @@ class FromRoot(Collective):
 
     def run(self, arrays: Sequence[Any], memory: tuple[Any, list[Array]]) -> list[Array]:
         """Return the root's arrays, after that."""
-        on_gpu, results = memory
         if self._in_mailboxes is not None:
-            for result, array in zip(results, self._in_mailboxes.arrays_of_ranks()[self._root], strict=True):
-                result[...] = array
-            return results
+            return [*map(np.array, self._in_mailboxes.arrays_of_ranks()[self._root])]
+        on_gpu, results = memory
         for result in results:
             if not is_on_device(result):
                 self._ranks.bcast(result, self._root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,9 @@ from mpistrategy.errors import (
     UnsupportedError,
 )
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.destinations import EVERY_RANK
-from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.destinations import EVERY_RANK
 from mpistrategy.reduction.routes.gpu import move
+from mpistrategy.reduction.transfer import Layout
 
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
 NUMBERS: dict[type, np.dtype[Any]] = {
@@ -43,6 +44,8 @@ NUMBERS: dict[type, np.dtype[Any]] = {
     int: np.dtype(np.int64),
     **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
 }
+
+_is_writeable = attrgetter("flags.writeable")
 
 
 def checked_leaves(
@@ -103,14 +106,6 @@ def _on_host(leaf: Any) -> Array:
     return reducible(leaf, "")  # type: ignore[no-any-return]
 
 
-def as_leaf(result: Any, leaf: Any) -> Any:
-    """Return the result of one of the leaves of `arrays_of`: in its kind, and a NumPy scalar for a number."""
-    kind = type(leaf)
-    if kind is np.ndarray:
-        return result
-    return result[()] if kind in NUMBERS else like_given(result, leaf)
-
-
 def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether `out` is a nest like `value` of ordinary arrays, of these dtypes, and of the shapes of arrays."""
     if not where.single and not alike(value, out):
@@ -123,10 +118,7 @@ def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: 
 
 def writable(targets: Sequence[Array]) -> bool:
     """Return whether results can be written to all targets, and no target occurs twice."""
-    for target in targets:
-        if not target.flags.writeable:
-            return False
-    return len(targets) == 1 or len({*map(id, targets)}) == len(targets)
+    return all(map(_is_writeable, targets)) and (len(targets) == 1 or len({*map(id, targets)}) == len(targets))
 
 
 def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | None] | None:
@@ -204,20 +196,16 @@ def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
         )
 
 
-def as_given(result: Any, value: Any) -> Any:
-    """Return a 0-d result as a NumPy scalar where the input was a scalar or a number."""
-    scalar = isinstance(value, np.generic) or is_python_number(value)
-    return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result
-
-
 def in_kind(result: Any, like: Any) -> Any:
-    """Return a result in the kind of array, or of slices, of `like`; None on ranks without a result."""
-    if result is None:
-        return None
+    """Return a result in the kind of `like`: a number, an array of its library, or slices; None where there is none."""
+    kind = type(like)
+    if kind is np.ndarray or result is None:
+        return result
+    if kind in NUMBERS or isinstance(like, np.generic) or is_python_number(like):
+        return result[()] if type(result) is np.ndarray else result
     if isinstance(result, IndexedSlices) and isinstance(like, IndexedSlices):
-        return IndexedSlices(
-            like_given(result.values, like.values), like_given(result.indices, like.indices), result.dense_shape
-        )
+        parts = like_given(result.values, like.values), like_given(result.indices, like.indices)
+        return IndexedSlices(*parts, result.dense_shape)
     return like_given(result, like)
 
 

@@ -16,7 +16,6 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
 import mpistrategy as ms
 from mpistrategy.errors import (
     CollectiveMismatchError,
-    ContextError,
     DTypeError,
     OptionTypeError,
     ReduceOpError,
@@ -232,12 +231,6 @@ def test_ranks_that_wait_having_started_unequally_many_are_told(apart: ms.Strate
     more = more or [started(apart, "SUM", 2.0)]
     assert [handle.wait(), more[0].wait()] == [SIZE, 2 * SIZE]
     assert still_works(apart)
-
-
-def test_outside_a_step_it_is_refused_at_once(placed: ms.Strategy) -> None:
-    kept = placed.run(context)
-    with placed.scope(), pytest.raises(ContextError):
-        kept.all_reduce_async("SUM", 1.0)
 
 
 # ------------------------------------------------------------------------------------------------- ends

@@ -102,19 +102,6 @@ def test_what_two_arrays_have_in_common_is_summed_once(strategy: Any, cupy: Any)
     assert np.array_equal(memory.get(), np.full(2_200_000, SIZE))
 
 
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
-def test_parts_of_a_reduction_stay_in_gpu_memory(strategy: Any, cupy: Any, op: str) -> None:
-    host = [values((7, 3), "float32"), values((2, 5), "int32")]
-    arrays = [cupy.asarray(array) for array in host]
-    for axis in (0, 1):
-        found = in_step(strategy, lambda ctx, axis=axis: ctx.reduce_scatter(op, arrays, axis))
-        on_host = in_step(strategy, lambda ctx, axis=axis: ctx.reduce_scatter(op, host, axis))
-        for array, expected in zip(found, on_host, strict=True):
-            assert type(array) is cupy.ndarray
-            assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
-            assert np.array_equal(array.get(), expected)
-
-
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(chunk=st.sampled_from([16, 48, 64, 4096]), size=st.integers(0, 70), calls=st.integers(1, 3))
 def test_the_staged_path_is_right_for_all_boundaries_of_chunks(chunk: int, size: int, calls: int) -> None:

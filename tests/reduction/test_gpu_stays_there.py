@@ -102,6 +102,9 @@ def test_broadcasts_and_gathers(cupy: Any, path: str) -> None:
             found, moved = bytes_to_host(lambda a=axis, b=block: in_step(strategy, lambda c: c.all_gather(b, a)))
             right = np.concatenate([value(rank, "float32", shapes[rank]) for rank in RANKS], axis)
             assert is_right(path, found, right, moved)
+        rows_of_all = cupy.asarray(value(0, "float32", (SIZE, 3)))
+        found, moved = bytes_to_host(lambda: in_step(strategy, lambda c: c.reduce_scatter("SUM", rows_of_all)))
+        assert is_right(path, found, SIZE * value(0, "float32", (SIZE, 3))[RANK : RANK + 1], moved)
 
 
 def test_sparse_gradients(cupy: Any, path: str) -> None:

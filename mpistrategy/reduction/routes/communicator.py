@@ -14,8 +14,7 @@ from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack
-from mpistrategy.reduction.routes.base import Targets, Transfer, Way, copies_of
+from mpistrategy.reduction.transfer import FEW_ELEMENTS, Pack, Targets, Transfer, Way, copies_of
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]

@@ -24,16 +24,14 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Targets, Transfer, Way
+from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, packs_of
 
 # ------------------------------------------------------------------------------------------------- mailboxes
 
 
 def fits_mailbox(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
     """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes fit."""
-    return MailboxArrays.has_room(mailboxes, _flat(packing.plan(layouts)), mailboxes.size)
+    return MailboxArrays.has_room(mailboxes, _flat(packs_of(layouts)), mailboxes.size)
 
 
 class MailboxArrays:
@@ -86,7 +84,7 @@ class MailboxRoute(Transfer):
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self._mailboxes = mailboxes
         self._combine: Combine = COMBINE[op._on_the_wire]
-        self.packs: tuple[Pack, ...] = packing.plan(layouts)
+        self.packs: tuple[Pack, ...] = packs_of(layouts)
         self._count = len(layouts)
         layouts = _flat(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
@@ -200,7 +198,7 @@ class FirstMessageRoute(Transfer):
     """
 
     def __init__(self, communicator: Ranks, message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
-        self.packs: tuple[Pack, ...] = packing.plan(layouts)
+        self.packs: tuple[Pack, ...] = packs_of(layouts)
         #: For each array its numbers in the message, their sums, its dtype on the wire, and the divisor of MEAN.
         self._rows: list[tuple[Array, Array, np.dtype[Any], int]] = []
         start = 0

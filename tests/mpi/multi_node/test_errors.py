@@ -12,9 +12,8 @@ import pytest
 from replicas import RANK, SIZE, OnNodes, context, outcomes
 
 import mpistrategy as ms
-from mpistrategy.cross_device_ops import built_in
 from mpistrategy.errors import ContextError, RemoteError
-from mpistrategy.reduction import collectives, plan
+from mpistrategy.reduction import collectives, plan, reducer
 
 pytestmark = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
@@ -88,13 +87,13 @@ class Pair:
 PAIR = Pair(np.ones(3), np.ones(4))
 
 CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "the kind of array that was given": (built_in, "in_kind", lambda c: c.all_reduce("SUM", np.ones(3, ">f8"))),
-    "numbers in a list": (plan, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
+    "the kind of array that was given": (reducer, "in_kind", lambda c: c.all_reduce("SUM", np.ones(3, ">f8"))),
+    "numbers in a list": (plan, "in_kind", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
     "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
-    "a gather": (collectives, "like_given", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
+    "a gather": (collectives, "in_kind", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
     "a broadcast": (
         collectives,
-        "like_given",
+        "in_kind",
         lambda c: c.merge_call(lambda strategy: strategy.broadcast(np.ones(3, ">f8"))),
     ),
 }

@@ -14,10 +14,10 @@ import pytest
 from replicas import RANK, SIZE, OnNodes, context, outcomes, still_works
 
 import mpistrategy as ms
-from mpistrategy.cross_device_ops import ordered, reduction_to_one_device
+from mpistrategy.cross_device_ops import built_in, ordered
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.reduction import collectives, plan, weights
+from mpistrategy.reduction import collectives, plan
 from mpistrategy.reduction.routes import communicator, with_the_check
 from mpistrategy.variables import policies, storage
 
@@ -208,13 +208,13 @@ def test_an_accumulation(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Non
     """The last rank puts the values together; it takes memory for each pack before the copies travel."""
     how = ms.ReductionToOneDevice(f"task:{LAST}", lambda values: np.sum(values, axis=0))
     with OnNodes(range(SIZE), how) as made:
-        limit_new(memory, reduction_to_one_device, monkeypatch, "empty")
+        limit_new(memory, built_in, monkeypatch, "empty")
         right = np.full(1000, SIZE * (SIZE + 1) / 2, np.float32)
         check_first_call(made, memory, lambda: made.run(summed, args=(1000,)), right)
 
 
 def test_the_products_of_a_weighted_mean(apart: ms.Strategy, memory: Memory) -> None:
-    memory.limit(weights.WeightedMeans, "_products_and_memory")
+    memory.limit(plan.WeightedMeans, "_products_and_memory")
     right = sum((rank + 1.0) ** 2 for rank in range(SIZE)) / sum(rank + 1.0 for rank in range(SIZE))
     mine = np.full(1000, RANK + 1.0)
     check_first_call(

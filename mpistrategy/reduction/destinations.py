@@ -15,8 +15,6 @@ from mpistrategy.arrays.values import ArrayLike, IndexedSlices, PerReplica, loca
 from mpistrategy.errors import DestinationError, DeviceError
 from mpistrategy.mpi.interface.ranks import Ranks
 
-EVERY_RANK_TEXT = "every rank"
-
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -31,7 +29,7 @@ class Destination:
     @property
     def text(self) -> str:
         """The same words on every rank."""
-        return EVERY_RANK_TEXT if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"
+        return "every rank" if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"
 
     @property
     def only_rank(self) -> int | None:
