@@ -25,13 +25,20 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction import destinations as placing
+from mpistrategy.reduction import inputs as placing
 from mpistrategy.reduction.collectives import concatenate
-from mpistrategy.reduction.destinations import EVERY_RANK, Destination, ranks_of
-from mpistrategy.reduction.inputs import checked_value, in_kind, layout_of_slices, own_component
+from mpistrategy.reduction.inputs import (
+    EVERY_RANK,
+    Destination,
+    checked_value,
+    in_kind,
+    layout_of_slices,
+    own_component,
+    ranks_of,
+)
 from mpistrategy.reduction.plan import Plan, summed, usual_route
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
+from mpistrategy.reduction.routes.host import CommunicatorRoute
 from mpistrategy.reduction.transfer import Description, Layout, Pack, Transfer, layouts_of, packs_of
 
 #: What a subclass may override; its values have no plans then.

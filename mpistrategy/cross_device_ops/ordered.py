@@ -17,8 +17,8 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, piece_elements
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.collectives import by_shares, concatenate, room_for_shares
-from mpistrategy.reduction.destinations import Destination
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+from mpistrategy.reduction.inputs import Destination
+from mpistrategy.reduction.routes.host import CommunicatorRoute
 from mpistrategy.reduction.transfer import Layout, Transfer, finish, packs_of
 
 #: So many rows are put in order by minima and maxima: 4 rows of float32 take 4 ns an element so, 150 by `numpy.sort`.

@@ -42,12 +42,11 @@ from mpistrategy.objects.settings import Fixed
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.collectives import broadcast
-from mpistrategy.reduction.destinations import EVERY_RANK, resolve
-from mpistrategy.reduction.inputs import check_order, checked_leaves, write
+from mpistrategy.reduction.inputs import EVERY_RANK, check_order, checked_leaves, resolve, write
 from mpistrategy.reduction.plan import CallPlan, Compared
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+from mpistrategy.reduction.routes.host import CommunicatorRoute
 from mpistrategy.reduction.transfer import (
     Description,
     Layout,
@@ -339,7 +338,7 @@ class Arena(ArenaBase, Generic[T]):
         return self._values
 
     def _destination(self, destinations: Any, where: str) -> str:
-        """Return the ranks that want a result, in words; as `mpistrategy.reduction.destinations.resolve`."""
+        """Return the ranks that want a result, in words; as `mpistrategy.reduction.inputs.resolve`."""
         is_own = destinations is self or destinations is self._values
         return EVERY_RANK.text if is_own else resolve(destinations, self._communicator, where).text
 

@@ -38,8 +38,7 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena import Arena, check_dtypes
-from mpistrategy.reduction.destinations import EVERY_RANK
-from mpistrategy.reduction.inputs import check_order, leaves_like
+from mpistrategy.reduction.inputs import EVERY_RANK, check_order, leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer, checked_inputs, outputs_for
 from mpistrategy.reduction.routes.gpu import GpuRoute
 from mpistrategy.reduction.transfer import layouts_of

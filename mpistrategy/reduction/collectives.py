@@ -48,7 +48,7 @@ from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind, is_pla
 from mpistrategy.reduction.plan import CallPlan, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.with_the_check import MailboxArrays
+from mpistrategy.reduction.routes.host import MailboxArrays
 from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, layouts_of
 
 Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
@@ -85,28 +85,29 @@ def dense(value: Any, where: str) -> Any:
     return component
 
 
-def check_gpus(ranks: Ranks, arrays: Sequence[Any], where: str) -> bool:
-    """Return whether arrays are in GPU memory; raise unless this rank's GPU can send them."""
+def move(
+    ranks: Ranks,
+    collective: Collective,
+    arrays: Sequence[Any],
+    call: Call,
+    destination: str = "",
+    targets: Targets = None,
+) -> list[Array]:
+    """Return the results of arrays, once all ranks make the same call, with this destination."""
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
-        gpu.prepare(ranks, gpu_arrays, where)
-    return bool(gpu_arrays)
-
-
-def move(ranks: Ranks, collective: Collective, arrays: Sequence[Any], call: Call) -> list[Array]:
-    """Return the results of arrays, once all ranks make the same call."""
-    on_gpu = check_gpus(ranks, arrays, call.where)
-    return collective.carried_out(arrays, partial(call.agree_on, collective.signature(call), sparingly=not on_gpu))
+        gpu.prepare(ranks, gpu_arrays, call.where)
+    sparingly = collective.sparingly and not gpu_arrays
+    agree = partial(call.agree_on, collective.signature(call, destination), sparingly=sparingly)
+    return collective.carried_out(arrays, agree, targets)
 
 
 class EachArray(General):
     """A collective that treats each array of a nest alike; a subclass defines `collective`."""
 
-    plan_type: type[NestPlan] = NestPlan
-
     @abstractmethod
-    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
-        """Return how arrays like these move.
+    def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> Collective:
+        """Return how arrays like these move, the arrays of a value.
 
         Raises:
             MpiStrategyError: for arrays that cannot move.
@@ -122,14 +123,10 @@ class EachArray(General):
         call.structure = structure.text
         call.wait_as(self.merged_options.timeout_seconds)
         arrays = [self.checked(leaf, call.where) for leaf in leaves]
-        results = self.move_arrays(call, self.collective(call, arrays), arrays, value)
+        results = move(self.reducer.communicator, self.collective(call, arrays, value), arrays, call)
         components = [*map(contribution, leaves)]
         self.reducer.communicator.guard.wait_for_gpu(event_of_reads(components))
         return structure.pack([*map(in_kind, results, components)])
-
-    def move_arrays(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
-        """Return the results of the arrays of a value, once all ranks make the same call."""
-        return move(self.reducer.communicator, collective, arrays, call)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of arrays and numbers on the host; None for other nests."""
@@ -139,10 +136,8 @@ class EachArray(General):
         if where is None or arrays is None or not all(map(is_plain_array, arrays)):
             return None
         call.structure, kinds = where.text, {*map(type, leaves)}
-        collective = self.collective(call, arrays)
-        return self.plan_type(
-            self, where, collective, collective.signature(call), self.merged_options.timeout_seconds, kinds
-        )
+        collective, timeout_seconds = self.collective(call, arrays, value), self.merged_options.timeout_seconds
+        return NestPlan(self, where, collective, collective.signature(call), timeout_seconds, kinds)
 
 
 # ------------------------------------------------------------------------------------------------- gather
@@ -228,7 +223,7 @@ def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Tar
 class Gather(EachArray):
     """`all_gather` and `gather` of any nest of arrays; the argument is the axis."""
 
-    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
+    def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> Collective:
         axes = [checked_axis(self.argument, array.ndim, call.where) for array in arrays]
         return Gathering(self.reducer.communicator, arrays, axes)
 
@@ -327,7 +322,7 @@ class Scan(EachArray):
     def checked(self, value: Any, where: str) -> Any:
         return host_array(reducible(dense(value, where), where), where)
 
-    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
+    def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> Collective:
         reduce_op, is_exclusive, _ = self.argument
         op, where = ReduceOp._parse(reduce_op, call.where), call.where
         if op is ReduceOp.MEAN:
@@ -445,10 +440,8 @@ def broadcast(
     """
     components = [dense(value, call.where) for value in values]
     arrays = [array_where_it_is(value, call.where) for value in components]
-    check_gpus(ranks, arrays, call.where)
-    way = FromRoot(ranks, arrays, root)
-    agree = partial(call.agree_on, way.signature(call, destination))
-    results = way.arrays_of_root(call, arrays, agree, targets=arrays if in_place else None)
+    targets = arrays if in_place else None
+    results = move(ranks, FromRoot(ranks, arrays, root), arrays, call, destination, targets)
     ranks.guard.wait_for_gpu(event_of_reads(components))
     return [*map(like_given, results, components)]
 
@@ -462,13 +455,18 @@ class FromRoot(Collective):
         ranks: the ranks that take part.
         arrays: this rank's arrays, or arrays like them.
         root: the rank that sends its arrays.
+        structure: returns the structure of their nest, for ranks that ask for it.
+
+    Attributes:
+        structure: the argument.
     """
 
     verb = "broadcast"
     sparingly = False
 
-    def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int) -> None:
+    def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int, structure: Callable[[], str] = str) -> None:
         self._ranks, self._root, boxes = ranks, root, ranks.mailboxes
+        self.structure: Callable[[], str] = structure
         self.op: str = f"from rank {root}"
         self.layouts: tuple[Layout, ...] = layouts_of(arrays)
         self.values: Values = tuple(map(layout_of, arrays))
@@ -506,46 +504,18 @@ class FromRoot(Collective):
             gpu.bcast(self._ranks, on_gpu, self._root)
         return results
 
-    def arrays_of_root(
-        self,
-        call: Call,
-        arrays: Sequence[Any],
-        agree: Callable[[], bool],
-        describe: Callable[[], str] = str,
-        targets: Targets = None,
-    ) -> list[Array]:
-        """Return the root's arrays, once all ranks make the same call.
-
-        Args:
-            call: the public call.
-            arrays: this rank's arrays.
-            agree: compares the call between the ranks; returns whether some ranks ask for the root's structure.
-            describe: returns the structure of the values, for ranks that ask for it.
-            targets: see `bring`.
-        """
+    def carried_out(self, arrays: Sequence[Any], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
+        """Return the root's arrays; `agree` returns whether some ranks ask for the root's structure first."""
         memory = self.bring(arrays, targets)
         while agree():
-            structure_of(self._ranks, self._root, describe)
-            call.expect_more()
+            structure_of(self._ranks, self._root, self.structure)
+            self._ranks.guard.agreed = False  # there is one more agreement
             memory = self.bring(arrays, targets)
         return self.run(arrays, memory)
 
 
-class _BroadcastPlan(NestPlan):
-    """The plan of broadcasts; it may have to send the structure to ranks that give None."""
-
-    _transfer: FromRoot
-    #: The description for these ranks.
-    description: str = ""
-
-    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        return self._transfer.arrays_of_root(call, arrays, partial(self.agree, call), lambda: self.description)
-
-
 class Broadcast(EachArray):
     """`Strategy.broadcast` of any nest; the argument is the root."""
-
-    plan_type: type[NestPlan] = _BroadcastPlan
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the root's values; see `CallPlan.run`.  A rank without a value asks the root for its structure."""
@@ -562,21 +532,16 @@ class Broadcast(EachArray):
             value = described(text)
         return super().run(call, value, out, weight)
 
-    def collective(self, call: Call, arrays: Sequence[Any]) -> FromRoot:
+    def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> FromRoot:
         ranks = self.reducer.communicator
-        return FromRoot(ranks, arrays, checked_root(self.argument, ranks.size, call.where))
-
-    def move_arrays(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
-        assert isinstance(collective, FromRoot)
-        check_gpus(self.reducer.communicator, arrays, call.where)
         describe = partial(description, value, call.where)
-        return collective.arrays_of_root(call, arrays, partial(call.agree_on, collective.signature(call)), describe)
+        return FromRoot(ranks, arrays, checked_root(self.argument, ranks.size, call.where), describe)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of arrays and numbers on the host, which can be described; None for others."""
         plan = super().plan(call, value, out, weight)
-        if isinstance(plan, _BroadcastPlan):
-            plan.description = description(value, call.where)
+        if isinstance(plan, NestPlan) and isinstance(plan.transfer, FromRoot):
+            plan.transfer.structure = partial(str, description(value, call.where))  # a plan keeps no values
         return plan
 
 

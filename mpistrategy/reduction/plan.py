@@ -32,11 +32,10 @@ from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.destinations import Destination
-from mpistrategy.reduction.inputs import NUMBERS, arrays_of, direct, in_kind, writable
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable
 from mpistrategy.reduction.routes.gpu import move
-from mpistrategy.reduction.routes.with_the_check import (
+from mpistrategy.reduction.routes.host import (
+    CommunicatorRoute,
     FirstMessageRoute,
     MailboxArrays,
     MailboxRoute,
@@ -278,7 +277,7 @@ class NestPlan(Compared, CallPlan):
         self.sparingly: bool = transfer.sparingly
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
-        self._transfer = transfer
+        self.transfer: Transfer = transfer
         self._only_arrays = kinds == _ARRAYS
         #: Of arrays of other libraries, which are looked at in each call.
         self._layouts = None if kinds <= _ARRAYS | _NUMBERS else transfer.layouts
@@ -289,19 +288,15 @@ class NestPlan(Compared, CallPlan):
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
         if arrays is None or not (targets is None or writable(targets)):
             return self.otherwise.run(call, value, out, weight)
+        agree = partial(self.agree, call)
         if targets is None:
-            results = self._results(call, arrays, None, weight)
+            results = self.transfer.carried_out(arrays, agree)
             return self.leaves.build(results if self._only_arrays else map(in_kind, results, leaves))
-        direct_targets = direct(targets, arrays) if self._transfer.writes_targets else None
-        for target, result in zip(targets, self._results(call, arrays, direct_targets, weight), strict=True):
+        direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
+        for target, result in zip(targets, self.transfer.carried_out(arrays, agree, direct_targets), strict=True):
             if result is not target:
                 target[...] = result
         return out
-
-    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        memory = self._transfer.bring(arrays, targets)
-        self.agree(call)
-        return self._transfer.run(arrays, memory)
 
 
 class DevicePlan(NestPlan):
@@ -310,10 +305,11 @@ class DevicePlan(NestPlan):
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
         arrays: Any = self.leaves.take(value)
-        route: Any = self._transfer
+        route: Any = self.transfer
         if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
             return self.otherwise.run(call, value, out, weight)
-        results = self._results(call, arrays, None if out is None else route.own_results(arrays, arrays))
+        targets = None if out is None else route.own_results(arrays, arrays)
+        results = route.carried_out(arrays, partial(self.agree, call), targets)
         if out is None:
             return self.leaves.build(results)
         with arrays[0].device:
@@ -334,7 +330,7 @@ class PlacedPlan(NestPlan):
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
         if arrays is None:
             return self.otherwise.run(call, value, out, weight)
-        results = self._results(call, arrays, None)
+        results = self.transfer.carried_out(arrays, partial(self.agree, call))
         if not self.is_here:
             return self.leaves.build([Mirrored((), text) for _ in leaves])
         in_kinds = results if self._only_arrays else map(in_kind, results, leaves)
@@ -433,7 +429,7 @@ def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
 
 
 class WeightedMeans(Transfer):
-    """The weighted means of arrays; the first array of `bring` and `run` is this rank's weight.
+    """The weighted means of arrays.
 
     On a node small arrays lie in the mailboxes, beside the weight and the check of the call, and each rank adds up the
     arrays of all ranks in float64.  Else the ranks learn the weights with the check, and then add up the products.
@@ -442,7 +438,12 @@ class WeightedMeans(Transfer):
         ranks: the ranks that take part.
         layouts: dtype and shape of each array.
         sums: adds up the products.
+
+    Attributes:
+        weight: of this rank's arrays; set before each call.
     """
+
+    weight: float
 
     def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], sums: Transfer) -> None:
         self._ranks, self._sums = ranks, sums
@@ -459,8 +460,8 @@ class WeightedMeans(Transfer):
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Give the weight, and small arrays, before the ranks agree on the call."""
         if self._in_mailboxes is None:
-            return self._weights.bring(arrays[0])
-        self._in_mailboxes.put(arrays)
+            return self._weights.bring(self.weight)
+        self._in_mailboxes.put([self.weight, *arrays])
         return None
 
     @quietly
@@ -470,7 +471,7 @@ class WeightedMeans(Transfer):
             return self._means_here(self._in_mailboxes.arrays_of_ranks())
         me, weights = self._ranks.rank, self._weights.numbers_of_ranks(memory).ravel().tolist()
         factors, total = normalized(weights)
-        work = partial(self._products_and_memory, arrays[1:], weights[me], factors[me])
+        work = partial(self._products_and_memory, arrays, weights[me], factors[me])
         products, rooms, memory_of_sums = self._ranks.guard.on_all(work)
         sums = self._sums.run(products, memory_of_sums)
         return [*map(rounded, [divide(array, total) for array in sums], self.results, rooms)]
@@ -505,6 +506,9 @@ class WeightedMeans(Transfer):
 class WeightedPlan(NestPlan):
     """The plan of weighted means of nests of arrays and numbers on the host; its transfer is a `WeightedMeans`."""
 
-    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        own_weight: Any = checked_weight(weight, ReduceOp.MEAN, call.where)
-        return super()._results(call, [own_weight, *arrays], None)
+    transfer: WeightedMeans
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the means; see `CallPlan.run`."""
+        self.transfer.weight = checked_weight(weight, ReduceOp.MEAN, call.where)
+        return super().run(call, value, out, weight)

@@ -23,8 +23,9 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-from mpistrategy.reduction.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.inputs import (
+    EVERY_RANK,
+    Destination,
     arrays_of,
     check_target,
     checked_leaves,
@@ -392,13 +393,13 @@ class Reducer:
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
         ranks, layouts = self.communicator, layouts_of(arrays)
-        weight_and_arrays = [checked_weight(weight, op, call.where), *arrays]
-        sums = _ByAlgorithm(self, call, options, components)
+        own_weight, sums = checked_weight(weight, op, call.where), _ByAlgorithm(self, call, options, components)
         means = None if any(map(is_on_device, arrays)) else self.weighted_means(layouts, options)
         means = means or WeightedMeans(ranks, layouts, sums)
+        means.weight = own_weight
         values, settings = tuple(map(layout_of, arrays)), self.algorithm._settings(options)
         agree = partial(call.agree, "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings)
-        results = means.carried_out(weight_and_arrays, partial(agree, sparingly=True))
+        results = means.carried_out(arrays, partial(agree, sparingly=True))
         ranks.guard.wait_for_gpu(sums.read)
         return results
 

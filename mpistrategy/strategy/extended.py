@@ -29,8 +29,7 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Settable, checked_type
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena
-from mpistrategy.reduction.destinations import Destination, for_value, resolve
-from mpistrategy.reduction.inputs import unpacked, unwrapped
+from mpistrategy.reduction.inputs import Destination, for_value, resolve, unpacked, unwrapped
 from mpistrategy.reduction.plan import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext

@@ -18,7 +18,7 @@ from mpistrategy.cross_device_ops import built_in, ordered
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.reduction import collectives, plan
-from mpistrategy.reduction.routes import communicator, with_the_check
+from mpistrategy.reduction.routes import host
 from mpistrategy.variables import policies, storage
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -128,7 +128,7 @@ def check_the_others_hear(strategy: ms.Strategy, memory: Memory, call: Callable[
 
 
 def test_after_the_first_message(contained: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.limit(with_the_check, "_read")
+    memory.limit(host, "_read")
     check_the_others_hear(contained, memory, lambda: summed(2))
 
 
@@ -187,7 +187,7 @@ def test_a_variable_with_the_value_of_replica_0(
 
 def test_an_arena_of_16_bit_floats(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = apart.arena([np.zeros(1000, np.float16)])
-    limit_new(memory, communicator, monkeypatch, "empty")
+    limit_new(memory, host, monkeypatch, "empty")
 
     def call() -> Any:
         arena.values[0][...] = RANK + 1

@@ -23,7 +23,7 @@ from mpistrategy.mpi.shared_memory import spin_wait
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
-from mpistrategy.reduction.routes.with_the_check import MailboxRoute, combine_rows
+from mpistrategy.reduction.routes.host import MailboxRoute, combine_rows
 
 Launch = Callable[..., launching.Finished]
 pytestmark = pytest.mark.mpi
