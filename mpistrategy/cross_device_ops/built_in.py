@@ -25,7 +25,6 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction import inputs as placing
 from mpistrategy.reduction.collectives import concatenate
 from mpistrategy.reduction.inputs import (
     EVERY_RANK,
@@ -35,6 +34,7 @@ from mpistrategy.reduction.inputs import (
     layout_of_slices,
     own_component,
     ranks_of,
+    resolve,
 )
 from mpistrategy.reduction.plan import Plan, summed, usual_route
 from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
@@ -131,7 +131,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         communicator, call = self._call("batch_reduce")
         with call:
             values = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
-            targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
+            targets = [resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             results = map(in_kind, self._reduce(call, communicator, reduce_op, values, targets, options), values)
             return [mirrored(result, target, communicator) for result, target in zip(results, targets, strict=True)]
 

@@ -33,7 +33,6 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
@@ -49,7 +48,6 @@ from mpistrategy.reduction.routes import gpu
 from mpistrategy.reduction.routes.host import CommunicatorRoute
 from mpistrategy.reduction.transfer import (
     Description,
-    Layout,
     Member,
     Pack,
     Targets,
@@ -108,8 +106,11 @@ class Arena(ArenaBase, Generic[T]):
             self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
                 map(is_on_device, contributions)
             )
-            #: A bucket for each dtype, in the order of the first arrays; and the place of each array, in order.
-            self._packs, self._places = laid_out(layouts)
+            #: A bucket for each dtype, in the order of the first arrays.
+            self._packs = packs_of(layouts, _NO_LIMIT, wire=own_dtype, alignment=ALIGNMENT)
+            places = {m.index: (number, m) for number, pack in enumerate(self._packs) for m in pack.members}
+            #: For each array the number of its bucket, and its place there.
+            self._places: list[tuple[int, Member]] = [places[index] for index in range(len(layouts))]
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
@@ -360,13 +361,6 @@ class ArenaPlan(Compared, CallPlan):
 _NO_LIMIT = 2**62
 
 
-def laid_out(layouts: tuple[Layout, ...]) -> tuple[tuple[Pack, ...], list[tuple[int, Member]]]:
-    """Return the buckets of arrays with these layouts; and for each array the number of its bucket, and its place."""
-    packs = packs_of(layouts, _NO_LIMIT, wire=own_dtype, alignment=ALIGNMENT)
-    places = {m.index: (number, m) for number, pack in enumerate(packs) for m in pack.members}
-    return packs, [places[index] for index in range(len(layouts))]
-
-
 def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu: bool) -> tuple[Replicas, ...]:
     """Return the zeroed memory of these buckets for every rank, and one result for the node where it is asked for.
 
@@ -497,7 +491,7 @@ class _Bucket:
         #: Where messages write the result; None where the first rank of the node writes it for all.
         self._target: Array | None = (own_array if result is None else result) if is_written_here else None
         #: The dtype in which sums travel between nodes, where it differs from theirs.
-        self._wire: Wire = between_nodes(ranks, wire, own_array.dtype, text)
+        self._wire: reduced_precision.Wire = reduced_precision.between_nodes(ranks, wire, own_array.dtype, text)
         self._route = CommunicatorRoute(ranks, packs_of(layouts_of([own_array]), 1), op, wire=wire)
         self._share: ShareOfNode | None = None
         if replicas.is_shared and ranks.nodes == 1:

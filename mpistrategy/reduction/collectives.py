@@ -48,7 +48,7 @@ from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind, is_pla
 from mpistrategy.reduction.plan import CallPlan, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.host import MailboxArrays
+from mpistrategy.reduction.routes.host import in_mailboxes
 from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, layouts_of
 
 Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
@@ -166,16 +166,13 @@ class Gathering(Collective):
         self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._own_lengths = np.array(self._lengths, np.int64)
-        header, boxes = layouts_of([self._own_lengths]), ranks.mailboxes
+        header, on_host = layouts_of([self._own_lengths]), not any(map(is_on_device, arrays))
+        boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if on_host else None
         #: Whether this rank's arrays lie in its mailbox.
-        self._fits = False
-        self._in_mailboxes: MailboxArrays | None = None
-        if boxes is None or not MailboxArrays.has_room(boxes, header, boxes.size):
+        self._fits = boxes is not None
+        self._in_mailboxes = boxes or in_mailboxes(ranks, header, ranks.size)
+        if self._in_mailboxes is None:
             self._numbers = NumbersOfRanks(ranks, len(arrays))
-            return
-        box_layouts = header + self.layouts
-        self._fits = MailboxArrays.has_room(boxes, box_layouts, boxes.size) and not any(map(is_on_device, arrays))
-        self._in_mailboxes = MailboxArrays(boxes, box_layouts if self._fits else header)
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
         """Give the lengths, and small arrays, before the ranks agree on the call."""
@@ -465,15 +462,13 @@ class FromRoot(Collective):
     sparingly = False
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int, structure: Callable[[], str] = str) -> None:
-        self._ranks, self._root, boxes = ranks, root, ranks.mailboxes
+        self._ranks, self._root = ranks, root
         self.structure: Callable[[], str] = structure
         self.op: str = f"from rank {root}"
         self.layouts: tuple[Layout, ...] = layouts_of(arrays)
         self.values: Values = tuple(map(layout_of, arrays))
-        self._in_mailboxes: MailboxArrays | None = None
         on_host = not any(map(is_on_device, arrays))
-        if boxes is not None and on_host and MailboxArrays.has_room(boxes, self.layouts, 2):
-            self._in_mailboxes = MailboxArrays(boxes, self.layouts)
+        self._in_mailboxes = in_mailboxes(ranks, self.layouts, 2) if on_host else None
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
         """Copy the arrays, before the ranks agree on the call; return memory for the results.

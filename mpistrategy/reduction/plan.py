@@ -37,10 +37,11 @@ from mpistrategy.reduction.routes.gpu import move
 from mpistrategy.reduction.routes.host import (
     CommunicatorRoute,
     FirstMessageRoute,
-    MailboxArrays,
     MailboxRoute,
     fits_mailbox,
     fits_message,
+    flat_layouts,
+    in_mailboxes,
 )
 from mpistrategy.reduction.transfer import Description, Layout, Targets, Transfer, divide, finish, packs_of, rounded
 
@@ -142,8 +143,9 @@ def usual_route(
     ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
 ) -> Transfer:
     """Return the fastest route to every rank."""
-    if ranks.mailboxes is not None and fits_mailbox(ranks.mailboxes, layouts):
-        return MailboxRoute(ranks.mailboxes, layouts, op)
+    boxes = ranks.mailboxes
+    if boxes is not None and fits_mailbox(boxes, flat_layouts(packs_of(layouts)), ranks.size):
+        return MailboxRoute(boxes, layouts, op)
     message = ranks.first_message
     if message is not None and wire is None and fits_message(ranks, layouts, op):
         return FirstMessageRoute(ranks, message, layouts, op)
@@ -451,11 +453,9 @@ class WeightedMeans(Transfer):
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._weights = NumbersOfRanks(ranks, 1)
-        self._in_mailboxes: MailboxArrays | None = None
         # Other routes keep the algorithm's own order of additions: the order of the values, say.
-        boxes = ranks.mailboxes if isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute) else None
-        if boxes is not None and MailboxArrays.has_room(boxes, (_WEIGHT, *layouts), boxes.size):
-            self._in_mailboxes = MailboxArrays(boxes, (_WEIGHT, *layouts))
+        is_small = isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute)
+        self._in_mailboxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Give the weight, and small arrays, before the ranks agree on the call."""

@@ -275,15 +275,6 @@ def test_without_threads_in_the_mpi_it_is_done_at_once(monkeypatch: pytest.Monke
     strategy.close()
 
 
-def test_alone_and_simulated() -> None:
-    def program() -> Any:
-        strategy = ms.MirroredStrategy()
-        return started(strategy, "SUM", 1.5).wait()
-
-    assert ms.testing.run_replicas(program, 3, nodes=[0, 0, 1]) == [4.5] * 3
-    assert started(ms.OneDeviceStrategy("CPU:0"), "MEAN", 1.5).wait() == 1.5
-
-
 PROGRAM = """
 import os, sys, time
 sys.path[:0] = {tests!r}

@@ -164,17 +164,12 @@ _WAYS: dict[str, Way] = {
 # ------------------------------------------------------------------------------------------------- mailboxes
 
 
-def fits_mailbox(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
-    """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes fit."""
-    return MailboxArrays.has_room(mailboxes, _flat(packs_of(layouts)), mailboxes.size)
-
-
 class MailboxArrays:
     """Arrays of each rank that all ranks of the node see, as they are.
 
     Args:
         mailboxes: the mailboxes of the ranks.
-        layouts: dtype and shape of each array; they fit: see `has_room`.
+        layouts: dtype and shape of each array; they fit: see `fits_mailbox`.
     """
 
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> None:
@@ -185,14 +180,6 @@ class MailboxArrays:
         ]
         self.own_arrays: list[list[Array]] = [arrays[mailboxes.local_rank] for arrays in self.slots]
 
-    @staticmethod
-    def has_room(mailboxes: Mailboxes, layouts: tuple[Layout, ...], readers: int) -> bool:
-        """Return whether the arrays fit, if each rank reads the mailboxes of so many ranks."""
-        if not all(dtype.itemsize for dtype, _ in layouts):
-            return False
-        nbytes = sum(aligned(prod(shape) * dtype.itemsize) for dtype, shape in layouts)
-        return nbytes * max(2, readers) <= 2 * mailboxes.payload_bytes
-
     def put(self, arrays: Sequence[Any]) -> None:
         """Copy this rank's arrays into its mailbox; the other ranks see them after the next agreement."""
         for place, array in zip(self.own_arrays[(self._mailboxes.sequence + 1) & 1], arrays, strict=False):
@@ -201,6 +188,18 @@ class MailboxArrays:
     def arrays_of_ranks(self) -> list[list[Array]]:
         """Return each rank's arrays, after the agreement and before the next one."""
         return self.slots[self._mailboxes.sequence & 1]
+
+
+def fits_mailbox(mailboxes: Mailboxes, layouts: tuple[Layout, ...], readers: int) -> bool:
+    """Return whether arrays fit into a mailbox together, if each rank reads the mailboxes of so many ranks."""
+    nbytes = sum(aligned(prod(shape) * dtype.itemsize) for dtype, shape in layouts)
+    return all(dtype.itemsize for dtype, _ in layouts) and nbytes * max(2, readers) <= 2 * mailboxes.payload_bytes
+
+
+def in_mailboxes(ranks: Ranks, layouts: tuple[Layout, ...], readers: int) -> MailboxArrays | None:
+    """Return arrays in the mailboxes of the ranks; None where they do not fit, see `fits_mailbox`."""
+    boxes = ranks.mailboxes
+    return MailboxArrays(boxes, layouts) if boxes is not None and fits_mailbox(boxes, layouts, readers) else None
 
 
 def _arrays_in(memory: Array, layouts: tuple[Layout, ...]) -> list[Array]:
@@ -221,7 +220,7 @@ class MailboxRoute(Transfer):
         self._combine: Combine = COMBINE[op._on_the_wire]
         self.packs: tuple[Pack, ...] = packs_of(layouts)
         self._count = len(layouts)
-        layouts = _flat(self.packs)
+        layouts = flat_layouts(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
         divisions = [_division(op, dtype, mailboxes.size) for dtype, _ in layouts]
         #: For each slot and pack: the pack, the ranks' arrays, the same as the rows of one array where `combine_rows`
@@ -293,7 +292,8 @@ def combine_rows(combine: Any, rows: Array, total: Array) -> None:
         combine.reduce(rows, axis=0, dtype=rows.dtype, initial=None, out=total)
 
 
-def _flat(packs: Sequence[Pack]) -> tuple[Layout, ...]:
+def flat_layouts(packs: Sequence[Pack]) -> tuple[Layout, ...]:
+    """Return the layouts of packs."""
     return tuple((pack.dtype, (pack.size,)) for pack in packs)
 
 

@@ -281,26 +281,21 @@ LIKES: dict[str, Any] = {
 @pytest.mark.parametrize("like", LIKES)
 def test_other_arrays_in_values_are_found(strategy: ms.Strategy, like: str) -> None:
     arena = strategy.arena(LIKES[like])
+    values: Any = arena.values
+    holder, key = (vars(values), "scale") if like == "a record" else (values, "a")
+    if isinstance(values, (list, tuple)):
+        holder, key = values[1], 0
     for _ in range(2):
         filled(arena, 0)
-        assert strategy.reduce("SUM", arena) is arena.values
+        assert strategy.reduce("SUM", arena) is values
         assert_filled(arena, 0)
-        values: Any = arena.values
-        if like == "a record":
-            holder, key = vars(values), "scale"
-        else:
-            holder, key = (values, "a") if isinstance(values, dict) else (values[1], 0)
-        mine = holder[key]
-        holder[key] = nest.map_structure(np.copy, mine)
+        mine, holder[key] = holder[key], nest.map_structure(np.copy, holder[key])
         for call in (lambda: strategy.reduce("SUM", arena), lambda: all_reduce(strategy, arena)):
             with pytest.raises(errors.StructureError, match="written in place"):
                 call()
         holder[key] = mine
-    if isinstance(holder, dict) and like != "a record":
-        holder["another"] = 1
-    elif like != "a record":
-        holder.append(mine)
     if like != "a record":
+        holder.append(mine) if isinstance(holder, list) else holder.update(another=1)
         with pytest.raises(errors.StructureError):
             strategy.reduce("SUM", arena)
     assert still_works(strategy)
@@ -333,8 +328,6 @@ def test_arrays_outlive_the_strategy() -> None:
         filled(arena, 0)
         (result,) = strategy.reduce("SUM", arena)
     assert_filled(arena, 0)
-    with pytest.raises(errors.ContextError):
-        strategy.reduce("SUM", arena)
     arena.close()
     result[...] = 3
     assert result.sum() == 3000
