@@ -24,7 +24,6 @@ from mpistrategy.input.datasets import Dataset
 from mpistrategy.input.distributed import DistributedDataset
 from mpistrategy.input.iterators import DistributedIterator
 from mpistrategy.input.options import InputContext, InputOptions
-from mpistrategy.objects import nearest as _nearest
 from mpistrategy.objects import other_names as _other_names
 from mpistrategy.options import (
     CommunicationImplementation,
@@ -74,19 +73,21 @@ _LATER = {
     "Saving": "checkpoint.checkpoint",
     "Stateful": "checkpoint.checkpoint",
     "TerminationConfig": "checkpoint.preemption",
+    **{name: name for name in ("gradients", "losses", "metrics", "optimizers", "schedules", "telemetry", "testing")},
 }
-_MODULES = ("gradients", "losses", "metrics", "optimizers", "schedules", "telemetry", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return _importlib.import_module(f"{__name__}.{name}")
     if name in _LATER:
-        value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        module = _importlib.import_module(f"{__name__}.{_LATER[name]}")
+        value = globals()[name] = getattr(module, name, module)
         return value
-    if name == "CollectiveHints":  # TensorFlow's former name
-        return CommunicationOptions
-    raise _nearest.attribute_error(f"module {__name__!r}", name, _other_names.MODULE, _sys.modules[__name__])
+    hint = f". {_other_names.MODULE[name]}." if name in _other_names.MODULE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name, obj=_sys.modules[__name__])
+
+
+#: TensorFlow's former name.
+CollectiveHints = CommunicationOptions
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import ReferenceType, ref
 
 from mpistrategy.errors import ContextError, OptionTypeError, OutsideStepWarning
@@ -40,15 +40,12 @@ R = TypeVar("R")
 S = TypeVar("S", bound=Strategy)
 
 
-class Mode(enum.Enum):
+class Mode(enum.StrEnum):
     """The three contexts."""
 
     REPLICA = "replica"
     CROSS_REPLICA = "cross-replica"
     UPDATE = "update"
-
-    if not TYPE_CHECKING:  # by identity, without a step of Python: each write to a variable looks up a mode
-        __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)

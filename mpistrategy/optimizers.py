@@ -12,11 +12,12 @@ import numpy as np
 
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.objects.nearest import refuses
+from mpistrategy.objects.other_names import OF_OPTIMIZERS
 from mpistrategy.objects.settings import Setting, amount, checked_switch, decay, number
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
 from mpistrategy.training import formulas
-from mpistrategy.training.hyperparameters import refuses_others
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -53,7 +54,7 @@ class SGD(Optimizer):
     momentum: Setting[float] = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
     nesterov: Setting[bool] = Setting(checked_switch)
 
-    @refuses_others
+    @refuses(**OF_OPTIMIZERS)
     def __init__(
         self,
         learning_rate: float | Schedule = 0.01,
@@ -113,7 +114,7 @@ class Adam(Optimizer):
     beta_2: Setting[float] = decay()
     epsilon: Setting[float] = amount()
 
-    @refuses_others
+    @refuses(**OF_OPTIMIZERS)
     def __init__(
         self,
         learning_rate: float | Schedule = 0.001,
@@ -168,7 +169,7 @@ class AdamW(Adam):
 
     weight_decay: Setting[float] = amount()
 
-    @refuses_others
+    @refuses(**OF_OPTIMIZERS)
     def __init__(
         self,
         learning_rate: float | Schedule = 0.001,

@@ -99,17 +99,11 @@ class ReduceOp(enum.Enum):
             return member
         is_mpis = type(value).__module__ == "mpi4py.MPI"  # mpi4py's own operations are pickled by name
         name = str(value.__reduce__() if is_mpis else value).upper().removeprefix("MPI.").removeprefix("MPI_")
-        fix = did_you_mean(value, cls.__members__)
-        if name in cls.__members__:
-            fix = f"Write {name!r}."
-        elif name in _MPIS_OWN:
-            fix = "Call mpi4py's own allreduce for it, beside the library: see `mpistrategy guide horovod`."
+        others = "For MPI's other operations call mpi4py: see `mpistrategy guide horovod`."
+        fix = f"Write {name!r}." if name in cls.__members__ else f"{did_you_mean(value, cls.__members__)} {others}"
         expected = f"a ReduceOp or one of the strings {', '.join(cls.__members__)}"
         raise ReduceOpError.at(where, found=f"reduce_op={value!r}", expected=expected, fix=fix)
 
-
-#: The operations of MPI that this library does not have.
-_MPIS_OWN = ("MAXLOC", "MINLOC", "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR", "REPLACE", "NO_OP")
 
 #: A mean, as an argument; see `Op`.
 Mean: TypeAlias = Literal[ReduceOp.MEAN, VariableAggregation.MEAN, "MEAN", "mean", "Mean"]
@@ -175,7 +169,8 @@ class CommunicationOptions:
             in which this rank waits counts; see `Strategy.expect_long`.
         implementation: a `CommunicationImplementation` or its name in any letter case.  "NCCL" and "RING" (MPI) choose
             the transport of arrays in GPU memory, where it is available.  "AUTO" uses MPISTRATEGY_GPU_PATH (mpi,
-            staged, nccl), or lets the library choose.  Arrays on the host always use MPI.
+            staged, nccl), or lets the library choose.  The first call with such arrays decides for the strategy.
+            Arrays on the host always use MPI.
         wire: "bfloat16" halves the bytes between nodes in sums and means of float32 (and of 16-bit floats, which are
             summed in float32).  Each node's contribution is rounded to bfloat16 (unit roundoff u = 2^-8), the
             contributions are added in float32, and the sum is rounded once.  The result is equal on all ranks, and

@@ -30,15 +30,6 @@ def is_trusted(state: os.stat_result, folder: os.stat_result | None) -> bool:
     return state.st_uid in (os.geteuid(), 0) or (folder is not None and not folder.st_mode & stat.S_IWOTH)
 
 
-def user_in_words(number: int) -> str:
-    """Return ``user me (uid 1000)``; without a name where the system knows none."""
-    with suppress(ImportError, KeyError):
-        import pwd  # here, for the quick import
-
-        return f"user {pwd.getpwuid(number).pw_name} (uid {number})"
-    return f"uid {number}"
-
-
 def open_trusted(name: str, only_own: bool = False) -> int:
     """Open a file for reading; return its descriptor.
 
@@ -62,7 +53,7 @@ def open_trusted(name: str, only_own: bool = False) -> int:
         return descriptor
     else:
         why = "" if only_own else ", and everybody can write to its folder"
-        problem = PermissionError(errno.EACCES, f"it belongs to {user_in_words(state.st_uid)}{why}", name)
+        problem = PermissionError(errno.EACCES, f"it belongs to uid {state.st_uid}{why}", name)
     os.close(descriptor)
     raise problem
 

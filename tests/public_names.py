@@ -59,7 +59,7 @@ def of_class(name: str, kind: type) -> Iterator[str]:
             value = value.__func__
         if isinstance(value, property):
             words = "" if value.fset is None else ", may be set"
-            annotation = typing.cast(Any, value.fget).__annotations__.get("return")
+            annotation = typing.cast(Any, value.fget).__annotations__.get("return") or attributes(kind).get(member)
             yield f"{name}.{member}: {annotation}  (property{words})"
         elif inspect.isfunction(value):
             yield from of_function(f"{name}.{member}", value)

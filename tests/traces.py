@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +73,3 @@ def overlapping(timeline: Timeline, ranks: int, apart: float = 0.001) -> int:
         assert max(each["ts"] for each in meeting) <= min(each["ts"] + each["dur"] for each in meeting) + apart
         count += len(meeting) == ranks
     return count
-
-
-def plant(folder: Path, clocks: Mapping[int, float]) -> None:
-    """Make the recordings of some ranks as if their clocks were ahead by so many seconds."""
-    for path in folder.glob("rank-*.json"):
-        events = json.loads(path.read_text(encoding="utf-8"))
-        header = events[0]["args"]
-        if header["rank"] in clocks:
-            ahead = clocks[header["rank"]] * 1e6
-            header |= {"clock": f"planted {ahead}", "host": f"node{header['rank']}"}
-            header["monotonic_us"] += ahead
-            for event in events:
-                event["ts"] += ahead * (event["ts"] > 0)
-            text = ",\n".join(map(json.dumps, events))
-            path.write_text(f"[\n{text}\n]\n", encoding="utf-8")

@@ -37,7 +37,7 @@ class Structure:
     rebuild: Callable[[Iterator[Any]], Any] = dataclasses.field(compare=False, repr=False)
     num_none: int = 0
 
-    def pack(self, leaves: list[Any]) -> Any:
+    def pack(self, leaves: Iterable[Any]) -> Any:
         """Return the nest with these leaves in place of its own."""
         return self.rebuild(iter(leaves))
 
@@ -210,38 +210,28 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 # ----------------------------------------------------------------------------------- nests of a structure that is known
 
 
-@dataclass(frozen=True, slots=True)
-class Leaves:
+class Leaves(NamedTuple):
     """How to reach the leaves of nests of one structure, in the order of `flatten`.
 
     Attributes:
         take: returns the leaves of a nest.
-        build: returns the nest with these leaves.
-        single: whether the nest is its own leaf.
-        text: the structure, as `Structure.text`.
+        structure: the structure.
     """
 
     take: Callable[[Any], Sequence[Any]]
-    build: Callable[[Iterable[Any]], Any]
-    single: bool
-    text: str
+    structure: Structure
 
 
 def leaves_of(nest: Any) -> Leaves | None:
-    """Return how to reach the leaves of nests like `nest`; None for other containers, and without leaves."""
+    """Return how to reach the leaves of nests like `nest`.
+
+    None for other containers than dict, list and tuple, for keys that are no texts (1 and True are equal), and without
+    leaves.
+    """
     if not _is_plain(nest):
         return None
     structure = flatten(nest)[1]
-    if structure.num_leaves == 0:
-        return None
-    build: Callable[[Iterable[Any]], Any] = lambda results: structure.rebuild(iter(results))  # noqa: E731
-    if _is_flat(nest):
-        names = sorted_keys(nest) if type(nest) is dict else None
-        if names is None:
-            build = type(nest)
-        elif names == list(nest):  # without `strict`, which takes a third of the time of a few numbers
-            build = lambda results: dict(zip(names, results))  # noqa: B905, E731
-    return Leaves(_taker(nest), build, structure is LEAF, structure.text)
+    return Leaves(_taker(nest), structure) if structure.num_leaves else None
 
 
 def _taker(nest: Any) -> Callable[[Any], Sequence[Any]]:
@@ -286,15 +276,7 @@ def alike(nest: Any, other: Any) -> bool:
 
 
 def _is_plain(nest: Any) -> bool:
-    """Return whether the containers in a nest are plain: no subclasses, no other containers."""
-    kind = type(nest)
-    if kind in _PLAIN:
-        return all(map(_is_plain, nest.values() if kind is dict else nest))
-    return not is_container(nest)
-
-
-def only_text_keys(value: Any) -> bool:
-    """Return whether no dictionary in a nest has keys that are equal but not the same in words, as 1 and True."""
-    if type(value) is dict:
-        return all(type(key) is str for key in value) and all(map(only_text_keys, value.values()))
-    return not isinstance(value, (list, tuple)) or all(map(only_text_keys, value))
+    """Return whether the containers in a nest are plain: no subclasses, no other containers, no keys but texts."""
+    if type(nest) is dict:
+        return all(type(key) is str for key in nest) and all(map(_is_plain, nest.values()))
+    return all(map(_is_plain, nest)) if type(nest) in _PLAIN else not is_container(nest)

@@ -38,44 +38,41 @@ Refused: TypeAlias = Callable[..., NoReturn]
 _NONE_BY_DEFAULT = {"dtype", "out", "kind", "order", "mode", "side", "sorter", "min", "max", "stable"}
 
 
-def _reads(name: str, gives: str, out: int | None = None) -> Callable[..., Any]:
+def _reads(name: str, gives: str) -> Any:
     """Return a method of this rank's array, which takes the arguments of NumPy's method.
 
     Args:
         name: its name.
         gives: its result, for help().
-        out: the position of its argument `out`, if it has one.
     """
 
     def method(self: ArrayLike, *args: Any, **named: Any) -> Any:
-        result = args[out] if out is not None and len(args) > out else named.get("out")
-        if isinstance(result, ArrayLike):
-            result._refuse(f" as {name}(out=...)", f"a.{name}(...)")
         plain = [argument._read() if isinstance(argument, ArrayLike) else argument for argument in args]
         # None is the default of these arguments, and CuPy's methods lack some of them.
         options = {key: value for key, value in named.items() if value is not None or key not in _NONE_BY_DEFAULT}
         return getattr(self._array(name), name)(*plain, **options)
 
-    method.__name__, method.__qualname__ = name, f"ArrayLike.{name}"
-    method.__doc__ = f"Return {gives}.  Takes what `numpy.ndarray.{name}` takes."
-    return method
+    return _named(method, name, f"Return {gives}.")
 
 
-def _refused(name: str, new: str = "", change: str = "") -> Callable[..., NoReturn]:
-    """Return a method that is refused, since it would write.
-
-    Args:
-        name: its name.
-        new: the text that makes the new value.
-        change: the text that changes a copy ``x``, for a method that changes parts of the array.
-    """
+def _refused(name: str) -> Any:
+    """Return a method that is refused, since it would write."""
 
     def method(self: ArrayLike, *args: Any, **named: Any) -> NoReturn:
-        self._refuse(f".{name}", new, change=change)
+        self._refuse(f".{name}")
 
+    return _named(method, name, "Refused: it would write.")
+
+
+def _named(method: Any, name: str, words: str) -> Any:
     method.__name__, method.__qualname__ = name, f"ArrayLike.{name}"
-    method.__doc__ = f"Refused: it would write.  Takes what `numpy.ndarray.{name}` takes."
+    method.__doc__ = f"{words}  Takes what `numpy.ndarray.{name}` takes."
     return method
+
+
+def _attribute(name: str, words: str) -> Any:
+    """Return an attribute of this rank's array as a property."""
+    return property(lambda self: getattr(self._array(name), name), doc=words)
 
 
 class ArrayLike(NDArrayOperatorsMixin):
@@ -87,6 +84,9 @@ class ArrayLike(NDArrayOperatorsMixin):
     refused, and say what to write instead; so is a result in this object's memory (``out=``).  The guide's page on
     variables has the same table, and a test compares both with `numpy.ndarray`.
     """
+
+    #: What to write in place of a write into the array `v`.
+    _written_by = "Make a new array: v = v + x."
 
     def _read(self) -> Any:
         """Return the value, which may be a collective."""
@@ -143,14 +143,10 @@ class ArrayLike(NDArrayOperatorsMixin):
         return sys.modules["jax"].numpy.asarray(value) if isinstance(value, np.ndarray) else in_jax(value)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        # ufunc.at would write through a read-only view.
-        targets = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))
+        targets = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))  # `at` writes to read-only views
         for target in targets:
             if isinstance(target, ArrayLike):
-                if method == "at":
-                    target._refuse(f" in np.{ufunc.__name__}.at", change=f"np.{ufunc.__name__}.at(x, ...)")
-                operator = ufunc.__name__ if inputs[0] is target else ""
-                target._refuse(f" as the result of np.{ufunc.__name__}", f"np.{ufunc.__name__}(...)", operator=operator)
+                target._refuse(f" as the result of np.{ufunc.__name__}")
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
         # CuPy leaves a ufunc to the other operand's __array_ufunc__, unless that has __cuda_array_interface__ or
         # __cupy_get_ndarray__: then CuPy computes itself, and fails for matrix products.
@@ -219,62 +215,23 @@ class ArrayLike(NDArrayOperatorsMixin):
         """Return the value as an ndarray; a value in GPU memory is copied to the host."""
         return host_array(self._read())
 
-    def _assigned(self, new: str, operator: str = "") -> str:
-        """Return the statement that gives this object, `v`, a new value; for ``v += x``, operator is "add"."""
-        return f"v = {new}"
-
-    def _refuse(self, what: str, new: str = "", *, change: str = "", operator: str = "") -> NoReturn:
-        """Raise UnsupportedError: `what` would write into this object.
-
-        Args:
-            what: the call.
-            new: the text that makes the new value.
-            change: instead of it, the text that changes parts of a copy ``x``.
-            operator: as for `_assigned`.
-        """
-        statement = f"x = v.copy(); {change}; {self._assigned('x')}"
+    def _refuse(self, what: str) -> NoReturn:
+        """Raise UnsupportedError: the call `what` would write into this object."""
         raise UnsupportedError.at(
             f"{type(self).__name__}{what}",
             found="a write into the memory of the array",
             expected="a new value",
-            fix=f"Write {statement if change else self._assigned(new, operator)}.",
+            fix=f"{self._written_by}  To change parts, first x = v.copy().",
         )
 
     # ------------------------------------------------------------------------------------------ attributes
 
-    @property
-    def T(self) -> Array:  # noqa: N802  # NumPy's name
-        """The array with its axes reversed."""
-        return self._array("T").T  # type: ignore[no-any-return]
-
-    @property
-    def real(self) -> Array:
-        """The real parts."""
-        return self._array("real").real  # type: ignore[no-any-return]
-
-    @property
-    def imag(self) -> Array:
-        """The imaginary parts."""
-        return self._array("imag").imag  # type: ignore[no-any-return]
-
-    @property
-    def flat(self) -> Any:
-        """An iterator over the elements; it cannot write on the host."""
-        array = self._array("flat")
-        if isinstance(array, np.ndarray):
-            array = array.view()
-            array.flags.writeable = False
-        return array.flat
-
-    @property
-    def flags(self) -> Any:
-        """How the array lies in memory."""
-        return self._array("flags").flags
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """The bytes from one element to the next, for each axis."""
-        return self._array("strides").strides  # type: ignore[no-any-return]
+    T: Array = _attribute("T", "The array with its axes reversed.")
+    real: Array = _attribute("real", "The real parts.")
+    imag: Array = _attribute("imag", "The imaginary parts.")
+    flat: Any = _attribute("flat", "An iterator over the elements.")
+    flags: Any = _attribute("flags", "How the array lies in memory.")
+    strides: tuple[int, ...] = _attribute("strides", "The bytes from one element to the next, for each axis.")
 
     # ------------------------------------------------------------------------------- the methods that read
 
@@ -291,30 +248,28 @@ class ArrayLike(NDArrayOperatorsMixin):
     item: Method = _reads("item", "one element as a Python number")
     tolist: Method = _reads("tolist", "the elements as nested lists of Python numbers")
     tobytes: Callable[..., bytes] = _reads("tobytes", "the bytes of the elements")
-    sum: Method = _reads("sum", "the sum of this rank's elements, over all axes or those given", out=2)
-    prod: Method = _reads("prod", "the product, over all axes or those given", out=2)
-    mean: Method = _reads("mean", "the mean of this rank's elements, over all axes or those given", out=2)
-    std: Method = _reads("std", "the standard deviation, over all axes or those given", out=2)
-    var: Method = _reads("var", "the variance, over all axes or those given", out=2)
-    max: Method = _reads("max", "the greatest element, over all axes or those given", out=1)
-    min: Method = _reads("min", "the least element, over all axes or those given", out=1)
-    all: Method = _reads("all", "whether all elements are true, over all axes or those given", out=1)
-    any: Method = _reads("any", "whether an element is true, over all axes or those given", out=1)
-    argmax: Method = _reads("argmax", "where the greatest element is", out=1)
-    argmin: Method = _reads("argmin", "where the least element is", out=1)
-    cumsum: ArrayMethod = _reads("cumsum", "the sums of the elements up to each", out=2)
-    cumprod: ArrayMethod = _reads("cumprod", "the products of the elements up to each", out=2)
-    trace: Method = _reads("trace", "the sum of a diagonal", out=4)
-    dot: Method = _reads("dot", "the matrix product with `b`, as ``numpy.dot``", out=1)
-    clip: Method = _reads("clip", "the elements, those outside the limits replaced by the limits", out=2)
-    round: Method = _reads("round", "the elements rounded", out=1)
+    sum: Method = _reads("sum", "the sum of this rank's elements, over all axes or those given")
+    prod: Method = _reads("prod", "the product, over all axes or those given")
+    mean: Method = _reads("mean", "the mean of this rank's elements, over all axes or those given")
+    std: Method = _reads("std", "the standard deviation, over all axes or those given")
+    var: Method = _reads("var", "the variance, over all axes or those given")
+    max: Method = _reads("max", "the greatest element, over all axes or those given")
+    min: Method = _reads("min", "the least element, over all axes or those given")
+    all: Method = _reads("all", "whether all elements are true, over all axes or those given")
+    any: Method = _reads("any", "whether an element is true, over all axes or those given")
+    argmax: Method = _reads("argmax", "where the greatest element is")
+    argmin: Method = _reads("argmin", "where the least element is")
+    cumsum: ArrayMethod = _reads("cumsum", "the sums of the elements up to each")
+    cumprod: ArrayMethod = _reads("cumprod", "the products of the elements up to each")
+    trace: Method = _reads("trace", "the sum of a diagonal")
+    dot: Method = _reads("dot", "the matrix product with `b`, as ``numpy.dot``")
+    clip: Method = _reads("clip", "the elements, those outside the limits replaced by the limits")
+    round: Method = _reads("round", "the elements rounded")
     conj: Method = _reads("conj", "the complex conjugates")
     conjugate: Method = _reads("conjugate", "the complex conjugates")
-    take: Method = _reads("take", "the elements at `indices`", out=2)
-    choose: Method = _reads(
-        "choose", "elements of `choices`, each from the array that this array's element names", out=1
-    )
-    compress: ArrayMethod = _reads("compress", "the parts along an axis where `condition` is true", out=2)
+    take: Method = _reads("take", "the elements at `indices`")
+    choose: Method = _reads("choose", "elements of `choices`, each from the array that this array's element names")
+    compress: ArrayMethod = _reads("compress", "the parts along an axis where `condition` is true")
     repeat: ArrayMethod = _reads("repeat", "the elements, each repeated")
     nonzero: Callable[..., tuple[Array, ...]] = _reads(
         "nonzero", "where the elements are not zero, an array for each axis"
@@ -323,21 +278,8 @@ class ArrayLike(NDArrayOperatorsMixin):
     argsort: ArrayMethod = _reads("argsort", "the indices that would sort the array")
     argpartition: ArrayMethod = _reads("argpartition", "the indices that would partition the array")
 
-    def byteswap(self, inplace: bool = False) -> Array:
-        """Return a copy with the bytes of each element in the other order; ``inplace=True`` is refused.
-
-        Takes what `numpy.ndarray.byteswap` takes.
-        """
-        if inplace:
-            self._refuse(".byteswap(inplace=True)", "v.byteswap()")
-        return self._array("byteswap").byteswap()  # type: ignore[no-any-return]
-
-    def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:  # NumPy's name
-        """Write the elements into a file.  Every rank that calls it writes: give each its own.
-
-        Takes what `numpy.ndarray.tofile` takes.
-        """
-        self._array("tofile").tofile(fid, sep, format)
+    byteswap: ArrayMethod = _reads("byteswap", "a copy with the bytes of each element in the other order")
+    tofile: Callable[..., None] = _reads("tofile", "nothing, and write a file.  Each rank that calls it needs its own")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._read())
@@ -348,24 +290,16 @@ class ArrayLike(NDArrayOperatorsMixin):
     # -------------------------------------------------------------------------------------- what would write
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        self._refuse("[...] = value", change="x[...] = value")
+        self._refuse("[...] = value")
 
-    fill: Refused = _refused("fill", "np.full_like(v, value)")
-    sort: Refused = _refused("sort", "np.sort(v)")
-    partition: Refused = _refused("partition", "np.partition(v, kth)")
-    put: Refused = _refused("put", change="x.put(indices, values)")
-    itemset: Refused = _refused("itemset", change="x[...] = value")
-    setfield: Refused = _refused("setfield", change="x.setfield(value, dtype)")
-    setflags: Refused = _refused("setflags", change="x[...] = value")
-
-    def resize(self, *args: Any, **named: Any) -> NoReturn:
-        """Refused: it would change the shape.  Takes what `numpy.ndarray.resize` takes."""
-        raise UnsupportedError.at(
-            f"{type(self).__name__}.resize",
-            found="a change of the array's own shape",
-            expected="a new array",
-            fix="Write x = np.resize(v, shape).",
-        )
+    fill: Refused = _refused("fill")
+    sort: Refused = _refused("sort")
+    partition: Refused = _refused("partition")
+    put: Refused = _refused("put")
+    itemset: Refused = _refused("itemset")
+    setfield: Refused = _refused("setfield")
+    setflags: Refused = _refused("setflags")
+    resize: Refused = _refused("resize")
 
 
 class DistributedValues(ArrayLike):
@@ -498,11 +432,6 @@ def contribution(value: Any) -> Any:
 
 class ArenaBase:
     """The base of `mpistrategy.Arena`, which lies above: it tells an arena from a nest of arrays."""
-
-    @property
-    def values(self) -> Any:
-        """The nest of this rank's arrays."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

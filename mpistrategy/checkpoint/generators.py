@@ -14,9 +14,6 @@ from mpistrategy.checkpoint.storage.shards import shown
 
 AnyGenerator: TypeAlias = np.random.Generator | np.random.RandomState
 GENERATORS = (np.random.Generator, np.random.RandomState)
-_ARRAY = "ndarray"
-#: The dtypes of arrays in states of bit generators.
-_WORDS = tuple(f"{order}u{size}" for size in (4, 8) for order in "<>=")
 #: The largest values of numbers in states.  NumPy does not check positions before it reads memory at them.
 _LARGEST = {
     "pos": 624,  # of MT19937, among the words of its key
@@ -39,51 +36,42 @@ def set_state(generator: AnyGenerator, state: Any) -> None:
     """Set the state of a generator to a state that `state_of` returned.
 
     Raises:
-        ValueError, TypeError, KeyError: for an invalid state, or a state of another bit generator.
+        ValueError, TypeError, LookupError, OverflowError: for an invalid state, or a state of another bit generator.
     """
+    _check(state)
     if isinstance(generator, np.random.RandomState):
-        generator.set_state(_from_plain(state))
+        generator.set_state(state)
     else:
-        generator.bit_generator.state = _from_plain(state)
+        generator.bit_generator.state = state
 
 
 def checked_state(generator: AnyGenerator, state: Any, times: int) -> Any:
     """Return a state for `set_state`; with `times`, of a stream independent of it and of the streams of fewer times.
 
     Raises:
-        ValueError, TypeError, KeyError: as `set_state`.
+        ValueError, TypeError, LookupError, OverflowError: as `set_state`.
         AttributeError: for a bit generator that has no other streams.
     """
     set_state(copy.deepcopy(generator), state)
     if not times:
         return state
-    bits, full = getattr(np.random, state["bit_generator"])(0), _from_plain(state)
-    bits.state = {key: full[key] for key in bits.state}
+    bits = getattr(np.random, state["bit_generator"])(0)
+    bits.state = {key: state[key] for key in bits.state}
     return {**state, **_plain(bits.jumped(times).state)}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, np.ndarray):
-        return (_ARRAY, value.dtype.str, value.tolist())
-    return value.item() if isinstance(value, np.generic) else value
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
-def _from_plain(state: Any) -> dict[str, Any]:
-    """Return a state in NumPy's form; ValueError for numbers out of range."""
-    if not isinstance(state, dict):  # NumPy would take a tuple of the same numbers, unchecked
+def _check(state: Any) -> None:
+    """Raise ValueError for numbers that NumPy does not check."""
+    if not isinstance(state, dict):  # NumPy would take a tuple of the same numbers
         raise ValueError(f"a state of type {type(state).__name__}")
-    native_state: dict[str, Any] = {}
     for name, value in state.items():
-        native_state[name] = value
-        if name in _LARGEST:
-            if not (type(value) is int and 0 <= value <= _LARGEST[name]):
-                raise ValueError(f"{name}={shown(value)} in the state of a generator, at most {_LARGEST[name]}")
-        elif isinstance(value, dict):
-            native_state[name] = _from_plain(value)
-        elif isinstance(value, tuple) and len(value) == 3 and value[0] == _ARRAY:
-            if value[1] not in _WORDS:  # some dtypes make a large array of a short list
-                raise ValueError(f"an array of dtype {value[1]!r:.80}")
-            native_state[name] = np.array(value[2], value[1])
-    return native_state
+        if name in _LARGEST and not (type(value) is int and 0 <= value <= _LARGEST[name]):
+            raise ValueError(f"{name}={shown(value)} in the state of a generator, at most {_LARGEST[name]}")
+        if isinstance(value, dict):
+            _check(value)

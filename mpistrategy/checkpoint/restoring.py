@@ -3,13 +3,14 @@
 1. Rank 0 reads the manifest, and tells the others.
 2. Some ranks read the shards and compare their checksums.
 3. Each rank gets the plain values that it had, and compares the checkpoint with its objects, path by path.
-4. The arrays go to the ranks (`delivering`), and the objects change.
+4. The arrays go to the ranks (`reading`), and the objects change.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,8 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_tensor, library_of
-from mpistrategy.checkpoint.delivering import deliver, store
 from mpistrategy.checkpoint.generators import checked_state, set_state
-from mpistrategy.checkpoint.reading import Reading
+from mpistrategy.checkpoint.reading import Reading, deliver, store
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.state import (
     ARRAYS,
@@ -53,7 +53,6 @@ from mpistrategy.variables.variable import Variable
 _UNSOUND = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 #: The longest text about one problem, and how many problems are shown.
 _LONGEST, _MOST_PROBLEMS = 1000, 10
-_IN_PART = "; partial=True restores the others"
 #: Below these kinds, arrays and values come from the checkpoint, whatever the program has.
 _FREE = KEPT | {"object"}
 
@@ -68,7 +67,7 @@ class Restored:
         written_by: the version of mpistrategy that saved it.
         layout: `Strategy.layout()` of that job.
         notes: differences between that layout and the present one; they may change the last bits of later sums.
-        left_out: with partial=True, the paths that are on one side only.
+        left_out: with partial=True, the names that are on one side only.
         objects: the restored objects by name: the program's objects, changed in place where possible, and new objects
             for numbers, strings, tuples and JAX arrays, and for the results of functions.
     """
@@ -103,9 +102,7 @@ def restore(
     call.agree("read shards", patiently=True)
     source.tell_owns(call)
     fit = Comparison(source, state, partial)
-    fit.compare(objects)
-    if fit.problems:
-        raise fit.mismatch(call.where)
+    fit.compare(objects, call.where)
     call.agree("compare a checkpoint with the objects")
     fit.prepare(objects)
     fit.staged = deliver(source, fit.targets(objects))
@@ -127,8 +124,7 @@ class Comparison:
         partial: restore the objects that are on both sides, and leave the others.
 
     Attributes:
-        problems: what does not fit, in words.
-        left_out: with `partial`, the paths that are on one side only.
+        left_out: with `partial`, the names that are on one side only.
         staged: the arrays that have come, by path.
     """
 
@@ -137,31 +133,29 @@ class Comparison:
         self._items: dict[str, Item] = source.manifest.items
         self._state = state
         self._partial = partial
-        self.problems: list[str] = []
-        self._more_problems = 0
+        self._problems: list[str] = []  # in words
         self.left_out: list[str] = []
-        #: The paths that are left out, and the paths above them: their objects stay.
-        self._stays: set[str] = set()
         self.staged: dict[str, Array] = {}
+        self._paths_below: dict[str, list[str]] = defaultdict(list)
+        for path in self._items:
+            self._paths_below[path.rpartition("/")[0]].append(path)
 
     # ------------------------------------------------------------------------------------------- what does not fit
 
-    def compare(self, names: Mapping[str, Any]) -> None:
-        """Note the problems, and the paths that are left out."""
+    def compare(self, names: Mapping[str, Any], where: str) -> None:
+        """Note the names that are left out; raise CheckpointMismatchError, with a list, for what does not fit."""
         absent: set[str] = set()
         for path, own_item in self._state.items.items():
-            if path in self._items:
-                continue
             above = path.rpartition("/")[0]
             is_free = self._nearest(self._state.items, path, {"object", "module"}) == "object"
             may_go = is_free or own_item.kind in REPLACEABLE or path in self._state.firsts
-            if above in absent or not (above and may_go):
+            if path not in self._items and (above in absent or not (above and may_go)):
                 absent.add(path)
                 if above not in absent:
-                    self._leave_out(path, f"{self._in_words(path)} here, nothing in the checkpoint{_IN_PART}")
+                    self._missing(path, f"{self._in_words(path)} here, nothing in the checkpoint")
         for name in self._source.manifest.names:
             if name not in names:
-                self._leave_out(name, f"{self._items[name].kind} in the checkpoint, nothing here{_IN_PART}")
+                self._missing(name, f"{self._items[name].kind} in the checkpoint, nothing here")
         for path, item in self._items.items():
             if path.partition("/")[0] in names:
                 try:
@@ -170,32 +164,27 @@ class Comparison:
                     trouble = f"{type(error).__name__}: {error}"
                 if trouble:
                     self._problem(path, trouble)
+        if self._problems:
+            raise CheckpointMismatchError.at(
+                where,
+                found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
+                expected="the same names, kinds, dtypes and shapes",
+                fix="\n  ".join(
+                    ["Nothing has changed. These do not fit (partial=True leaves names out):", *self._problems]
+                ),
+            )
 
-    def _leave_out(self, path: str, text: str) -> None:
-        if not self._partial:
+    def _missing(self, path: str, text: str) -> None:
+        if self._partial and "/" not in path:
+            self.left_out.append(path)
+        else:
             self._problem(path, text)
-            return
-        self.left_out.append(path)
-        self._stays.update((path, *_above(path)))
 
     def _problem(self, path: str, text: str) -> None:
         """Note what does not fit; the text may come from a checkpoint."""
-        if len(self.problems) < _MOST_PROBLEMS:
-            self.problems.append(printable(f"{path}: {text}", "")[:_LONGEST])
-        else:
-            self._more_problems += 1
-
-    def mismatch(self, where: str) -> CheckpointMismatchError:
-        """Return the error about what does not fit."""
-        more = [f"  and {self._more_problems} more"] if self._more_problems else []
-        return CheckpointMismatchError.at(
-            where,
-            found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
-            expected="the same names, kinds, dtypes and shapes",
-            fix="\n".join(
-                ["Nothing has changed. These do not fit:", *(f"  {problem}" for problem in self.problems), *more]
-            ),
-        )
+        is_shown = len(self._problems) < _MOST_PROBLEMS
+        line = printable(f"{path}: {text}", "")[:_LONGEST] if is_shown else "and more"
+        self._problems = [*self._problems[:_MOST_PROBLEMS], line]
 
     def _trouble(self, path: str, item: Item) -> str:
         """Return why an item does not fit the program's object; "" if it does."""
@@ -203,7 +192,12 @@ class Comparison:
             raise ValueError(f"more than {DEEPEST} levels")
         value, kind, own_item = self._target(path, item), item.kind, self._state.items.get(path)
         if item.copies == OWN and not self._source.same_ranks and kind != "rng":
-            return self._of_its_own(item)
+            return (
+                f"each of the {self._source.manifest.ranks} ranks that saved had a {kind} of its own; "
+                f"now there are {self._source.communicator.size}; "
+                "save rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that "
+                "aggregation, or make it equal on all ranks"
+            )
         if not self._fits(path, item, value):
             shape = f" {item.dtype}{list(self._shape_of(path, item))}" if item.is_array else ""
             return f"{kind}{shape} in the checkpoint, {self._in_words(path)} here"
@@ -216,11 +210,9 @@ class Comparison:
         elif kind == "plain":
             self._value(path, item)
         elif not item.is_array:
-            for key in self._keys(item):
-                if below(path, key) not in self._items:  # a forged item may name far more than there is
-                    raise ValueError(f"nothing in the checkpoint for {shown(key)}")
+            self._below(path, item)
         if kind == "module":
-            saved, own = ({*items[below(path, "state")].more} for items in (self._items, self._state.items))
+            saved, own = ({*items[below(path, "state")].keys} for items in (self._items, self._state.items))
             if saved != own:
                 return f"not in the checkpoint: {sorted(own - saved)}; not in the module here: {sorted(saved - own)}"
         return value._check(self._zero_state(path), self._state.live.get) if kind in KEPT else ""
@@ -238,19 +230,14 @@ class Comparison:
         if kind in ARRAYS and _is_in_place(value):
             return self._has_layout(path, item)
         if kind == "plain" or kind in ARRAYS:
-            return item.is_array == (kind != "plain") and not _is_in_place(value) and self._may_go(path, value)
+            may_go = own_item is None or own_item.kind in REPLACEABLE or (value is ABSENT and own_item.kind != ROWS)
+            return item.is_array == (kind != "plain") and not _is_in_place(value) and may_go
         if kind == "tuple":
             names = getattr(live, "_fields", ())
-            return value is ABSENT or (is_tuple(value) and (not names or len(names) == item.more))
+            return value is ABSENT or (is_tuple(value) and (not names or len(names) == len(self._paths_below[path])))
         if kind in ("dict", "list"):
             return value is ABSENT or type(value) in (DICTS if kind == "dict" else (list,))
         return own_item is not None and own_item.kind == kind and not item.is_array
-
-    def _may_go(self, path: str, value: Any) -> bool:
-        """Return whether the object at a path may become another object: nothing in it must stay."""
-        own_item = self._state.items.get(path)
-        can_go = own_item is None or own_item.kind in REPLACEABLE or (value is ABSENT and own_item.kind != ROWS)
-        return can_go and path not in self._stays
 
     def _has_layout(self, path: str, item: Item) -> bool:
         own_item = self._state.items.get(path)
@@ -264,15 +251,6 @@ class Comparison:
         """Return the shape of the array that this rank gets; for rows, the shape of the first rank's."""
         is_own = item.copies == OWN and self._source.same_ranks
         return tuple(self._source.values[path]) if is_own else item.shape
-
-    def _of_its_own(self, item: Item) -> str:
-        """Return why per-rank data cannot be restored here."""
-        saved, now = self._source.manifest.ranks, self._source.communicator.size
-        return (
-            f"each of the {saved} ranks that saved had a {item.kind} of its own; now there are {now}; "
-            "save rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that "
-            "aggregation, or make it equal on all ranks"
-        )
 
     def _in_words(self, path: str) -> str:
         """Return the program's object at a path, in words."""
@@ -298,19 +276,14 @@ class Comparison:
         """Return the kind of the nearest object above a path that has one of these kinds; "" if there is none."""
         return next((items[above].kind for above in _above(path) if above in items and items[above].kind in kinds), "")
 
-    @staticmethod
-    def _keys(item: Item) -> Sequence[Any]:
-        """Return the keys of an item's children; ValueError for keys that no save has written."""
-        more = item.more
-        if item.kind in ("module", "object"):
-            return ("state",)
-        if item.kind in KEPT | {"dict"}:
-            if type(more) is not list or len({str(key) for key in more if type(key) in (str, int)}) != len(more):
-                raise ValueError(f"the keys {shown(more)}")
-            return more
-        if type(more) is not int or more < 0:
-            raise ValueError(f"{shown(more)} elements")
-        return range(more)
+    def _below(self, path: str, item: Item) -> dict[Any, str]:
+        """Return the paths below an item by key; ValueError for keys that no save has written."""
+        paths = self._paths_below[path]
+        has_keys, has_state = item.kind in KEPT | {"dict"}, item.kind in ("module", "object")
+        keys = item.keys if has_keys else ["state"] if has_state else range(len(paths))
+        if [below(path, key) for key in keys] != paths:
+            raise ValueError(f"the keys {shown(item.keys)}")
+        return dict(zip(keys, paths, strict=True))
 
     def _value(self, path: str, item: Item) -> Any:
         """Return the plain value of this rank; of another rank if this rank did not save."""
@@ -327,9 +300,9 @@ class Comparison:
         if item.is_array:
             return np.broadcast_to(np.zeros((), dtype_of(item.dtype).newbyteorder("=")), self._shape_of(path, item))
         if item.kind == "list":
-            return [self._zero_state(below(path, key)) for key in self._keys(item)]
+            return [self._zero_state(inner) for inner in self._below(path, item).values()]
         if item.kind in KEPT | {"dict"}:
-            return {key: self._zero_state(below(path, key)) for key in self._keys(item)}
+            return {key: self._zero_state(inner) for key, inner in self._below(path, item).items()}
         return self._value(path, item) if item.kind == "plain" else None
 
     # ------------------------------------------------------------------------------------------- restoring
@@ -371,31 +344,18 @@ class Comparison:
         if kind == "rng":
             set_state(live, self._state_of(live, path, item))
             return live
-        children = {key: self.restored(below(path, key)) for key in self._keys(item)}
+        children = {key: self.restored(inner) for key, inner in self._below(path, item).items()}
         if kind == "dict":
-            container = copy.copy(live) if value is ABSENT and type(live) in DICTS else value
-            keys = container if type(container) in DICTS else ()
-            children |= {key: container[key] for key in self._staying(path, keys) if key not in children}
-            return _in_place(children, container)
+            return _in_place(children, copy.copy(live) if value is ABSENT and type(live) in DICTS else value)
         if kind == "list":
-            container = value if type(value) is list else []
-            extra = [container[key] for key in self._staying(path, range(len(container))) if key not in children]
-            return _in_place([*children.values(), *extra], value)
+            return _in_place([*children.values()], value)
         if kind == "tuple":
             return getattr(type(live), "_make", tuple)(children.values())
-        if kind == "component":
-            component = copy.copy(live) if value is ABSENT else value
-            component.values = tuple(children.values())
-            return component
         if kind in ("module", "object"):
             live.load_state_dict(children["state"])
         elif kind in KEPT:
             live._load(children)
         return live
-
-    def _staying(self, path: str, keys: Any) -> list[Any]:
-        """Return the keys of the objects that stay, also where the checkpoint lacks them."""
-        return [key for key in keys if below(path, key) in self._stays] if self._stays else []
 
     def _restored_array(self, array: Array, item: Item, value: Any, live: Any) -> Any:
         if item.kind == ROWS:

@@ -8,10 +8,10 @@
 
 An error on one rank raises on all, and the folder is removed; an older checkpoint is not touched before step 3.
 
-With ``wait=False`` threads do steps 2 and 3 from copies, and the ranks exchange no messages: a writer that has finished
-makes an empty file in the folder, whose name says the size and the checksum of its shard.  The thread of rank 0 looks
-for these files and completes the checkpoint, so the program need not make another call.  An error is raised on all
-ranks by the next call that waits for the save.
+Threads write the shards and do step 3, with ``wait=False`` from copies, and exchange no messages: a writer that has
+finished makes an empty file in the folder, whose name says the size and the checksum of its shard.  The thread of rank
+0 looks for these files and completes the checkpoint, so the program need not make another call.  An error is raised on
+all ranks by the call that waits for the save.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from mpistrategy import own_files
 from mpistrategy.checkpoint.collecting import collect
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage import files
-from mpistrategy.checkpoint.storage.lock import Lock
-from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Item, Manifest, Shard, is_checkpoint
+from mpistrategy.checkpoint.storage.manifest import NAME, Manifest, Shard, is_checkpoint
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
@@ -43,12 +42,11 @@ from mpistrategy.mpi.job.exit_hooks import before_abort
 from mpistrategy.mpi.job.introductions import version
 from mpistrategy.objects.copies import NotPickled
 
+_WHERE = "Checkpoint.save"
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
-#: The message of a writer to rank 0: the number, the size and the checksum of its shard.  In the background it is the
-#: name of an empty file; after a failure the name begins with `_FAILED`.
-_DONE, _FAILED = "done-{}-{}-{}", "failed-"
-_MARK = re.compile(r"done-([0-9]{1,9})-([0-9]{1,19})-([0-9a-f]{32})")
+#: The name of the empty file that a writer makes: the number, the size and the checksum of its shard; after a failure.
+_DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.1
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
@@ -79,16 +77,17 @@ class Saving(NotPickled):
         self.has_failed: bool = False
         self._communicator = communicator
         self._overwrite = overwrite
-        self._layout = layout
-        #: The folder while it is written, and its lock; the writers, and the table and the values of the objects.
+        #: The folder while it is written, and its lock; the writers, and the contents.
         self._folder = ""
-        self._lock: Lock | None = None
+        self._lock: files.Lock | None = None
         self._writers: list[int] = []
-        self._items: dict[str, Item] = {}
-        self._values: dict[str, Any] = {}
-        #: The thread, where there is one; whether this rank has written its shard, and whether another rank has failed.
+        self._manifest = Manifest(communicator.size, (), {}, (), layout, version())
+        #: The thread, where there is one; whether this rank has written its shard.
         self._thread: threading.Thread | None = None
-        self._written, self._cancelled = threading.Event(), threading.Event()
+        self._written = threading.Event()
+        #: Lets the thread look for the shards at once; whether another rank has failed.
+        self._look_now = threading.Event()
+        self._is_cancelled = False
         #: The error in the thread of this rank; and the error that all ranks know and no call has raised.
         self._error: CheckpointError | None = None
         self._failure: CheckpointError | None = None
@@ -98,45 +97,38 @@ class Saving(NotPickled):
     # ------------------------------------------------------------------------------------------- the steps
 
     def _begin(self, state: State, call: Call, prepare: Callable[[], object], *, wait: bool) -> dict[str, int]:
-        """Do all steps; without `wait`, start steps 2 and 3 in threads.  Collective; the caller cleans up after errors.
+        """Do step 1, start the threads, and with `wait`, wait for them.  Collective; the caller abandons it on errors.
 
         Rank 0 calls `prepare` first.  Returns `State.by_name`.
         """
-        me = self._communicator.rank
         call.expect_more()
         digests = state.digests()
-        if me == 0:
+        if self._communicator.rank == 0:
             with files.writing(call.where, self.path):
                 prepare()
                 self._make_folder(call.where)
         call.agree("make a folder")
         self._folder = self._communicator.allgather_text(self._folder)[0]
         state.decide(digests, self._communicator)
-        self._items, self._values = state.items, state.values  # not the arrays: the program may be done with them
         self._writers, pieces = collect(state, self._communicator, call)
+        names = tuple(path for path in state.items if "/" not in path)
+        self._manifest = dataclasses.replace(self._manifest, items=state.items, names=names)
         if pieces is not None and not files.is_folder(self._folder):
             raise CheckpointWriteError.at(
                 call.where,
                 found=f"nothing at {self._folder!r}, where rank 0 has made a folder",
                 expected="a file system that the nodes of all ranks share",
             )
+        if not wait:
+            pieces = None if pieces is None else [bytes(piece) for piece in pieces]
+        if self._communicator.rank == 0:
+            self._text(call.where, [Shard(0, "", 0)] * len(self._writers))  # too much of it is refused here
+        call.agree("begin to write")  # no rank starts to write if another cannot
+        self._start(pieces)
         if wait:
-            mark = "" if pieces is None else self._write(pieces)
-            call.agree("write a checkpoint", destination=self.path, patiently=True)
-            marks = self._communicator.allgather_text(mark)
-            call.expect_more()
-            if me == 0:
-                with files.writing(call.where, self.path):
-                    self._finish(call.where, marks)
-            call.agree("commit a checkpoint", patiently=True)
-            self._end(committed=True)
+            self._join(call)
         else:
-            copies = None if pieces is None else [bytes(piece) for piece in pieces]
-            if me == 0:
-                self._text(call.where, [Shard(0, "", 0)] * len(self._writers))  # too much of it is refused here
-            call.agree("begin to write")  # no rank starts to write if another cannot
             _note(self)
-            self._start(copies)
         return state.by_name(digests)
 
     def _start(self, pieces: list[Any] | None) -> None:
@@ -166,7 +158,7 @@ class Saving(NotPickled):
                 fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
             )
         self._folder = files.new_folder(os.path.join(parent, SAVING.format(name)))
-        self._lock = files.hold(self._folder)
+        self._lock = files.Lock(self._folder)
 
     def _check_place(self, where: str) -> bool:
         """Return whether there is a checkpoint to replace; raise if the name is taken."""
@@ -183,36 +175,32 @@ class Saving(NotPickled):
             "replaces a checkpoint and nothing else.",
         )
 
-    def _write(self, pieces: list[Any]) -> str:
-        """Write this rank's shard; return the mark."""
-        number = self._writers.index(self._communicator.rank)
-        path = os.path.join(self._folder, shard_name(number))
-        with interval("span", "write a checkpoint"), files.writing("Checkpoint.save", path):
-            return _DONE.format(number, *files.write(path, pieces))
-
     # ------------------------------------------------------------------------------------------- in a thread
 
     def _work(self, pieces: list[Any]) -> None:
-        """Write this rank's shard; on rank 0, complete the checkpoint when all are written.  Keep errors for `wait`."""
-        is_first = self._communicator.rank == 0
+        """Write this rank's shard; on rank 0, complete the checkpoint when all are there.  Errors wait for `_join`."""
+        is_first, number = self._communicator.rank == 0, self._writers.index(self._communicator.rank)
+        path = os.path.join(self._folder, shard_name(number))
         try:
-            mark = self._write(pieces)
+            with interval("span", "write a checkpoint"), files.writing(_WHERE, path):
+                marks = [_DONE.format(number, *files.write(path, pieces))]
             pieces.clear()
-            with files.writing("Checkpoint.save", self.path):
+            with files.writing(_WHERE, self.path):
                 if len(self._writers) > 1:
-                    files.write(os.path.join(self._folder, mark), [])
+                    files.write(os.path.join(self._folder, marks[0]), [])
                 if is_first:
                     self._written.set()
-                    marks = self._marks() if len(self._writers) > 1 else [mark]
+                    if len(self._writers) > 1:
+                        marks = self._marks()
                     if marks:
-                        self._finish("Checkpoint.save", marks)
+                        self._finish(marks)
                         self.is_committed = True
                     else:
                         self._remove()
         except BaseException as error:
             if is_first or os.path.lexists(self._folder):  # else rank 0 has removed it after another rank's error
                 text = f"{type(error).__name__}: {error}"
-                unexpected = CheckpointWriteError.at("Checkpoint.save", found=text, expected="memory and time to write")
+                unexpected = CheckpointWriteError.at(_WHERE, found=text, expected="memory and time to write")
                 self._error = error if isinstance(error, CheckpointError) else unexpected
             if is_first:
                 self._remove()
@@ -231,15 +219,15 @@ class Saving(NotPickled):
             CheckpointWriteError: when nothing has moved in the folder for as long as a collective may wait.
         """
         for names in self._looks(self._communicator.guard.timeout):
-            if self._cancelled.is_set() or any(name.startswith(_FAILED) for name in names):
+            if self._is_cancelled or any(name.startswith(_FAILED) for name in names):
                 return []
-            marks = [*filter(_MARK.fullmatch, names)]
+            marks = [name for name in names if name.startswith(_DONE[:5])]
             if len(marks) == len(self._writers):
                 for mark in marks:
                     files.unlink(os.path.join(self._folder, mark))
                 return marks
         raise CheckpointWriteError.at(
-            "Checkpoint.save",
+            _WHERE,
             found=f"shards that are missing, and nothing that moves in {self._folder!r}",
             expected="ranks that write their shards",
         )
@@ -257,7 +245,8 @@ class Saving(NotPickled):
                 if sizes == before:
                     return
                 end = time.monotonic() + seconds
-            self._cancelled.wait(pause)
+            self._look_now.wait(pause)
+            self._look_now.clear()
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _end_of_program(self) -> None:
@@ -307,18 +296,23 @@ class Saving(NotPickled):
             return
         try:
             with Call(self._communicator.guard, where, called=name) as call:
-                for step in ("write a checkpoint", "commit a checkpoint"):
-                    call.expect_more()
-                    self._written.wait()
-                    if self._thread is not None and step == "commit a checkpoint":
-                        self._thread.join()
-                    if self._error is not None:
-                        raise self._error
-                    call.agree(step, destination=self.path, patiently=True)
-                self._end(committed=True)
+                self._join(call)
         except CheckpointError as error:  # on all ranks; after other errors the threads go on
             self._failure = error
             self._abandon()
+
+    def _join(self, call: Call) -> None:
+        """Wait for the threads of all ranks; raise the first error on all."""
+        for step in ("write a checkpoint", "commit a checkpoint"):
+            call.expect_more()
+            self._written.wait()
+            if self._thread is not None and step == "commit a checkpoint":
+                self._look_now.set()
+                self._thread.join()
+            if self._error is not None:
+                raise self._error
+            call.agree(step, destination=self.path, patiently=True)
+        self._end(committed=True)
 
     def _raise_failure(self, where: str) -> None:
         """Raise the error of a failed save, once, on every rank: the same error, in the public call `where`."""
@@ -338,27 +332,20 @@ class Saving(NotPickled):
 
     def _text(self, where: str, shards: Sequence[Shard]) -> bytes:
         """Return the manifest; raise OptionError for a manifest that `restore` would refuse."""
-        items = dict(self._items)
-        for path, value in self._values.items():
-            if items[path].copies == ONE:
-                items[path] = dataclasses.replace(items[path], values=(value,))
-        names = tuple(path for path in items if "/" not in path)
-        text = Manifest(self._communicator.size, tuple(shards), items, names, self._layout, version()).text()
+        text = dataclasses.replace(self._manifest, shards=tuple(shards)).text()
         check_can_be_read(text, where)
         return text
 
-    def _finish(self, where: str, marks: Sequence[str]) -> None:
+    def _finish(self, marks: Sequence[str]) -> None:
         """Write the manifest and put the checkpoint in its place."""
-        shards = [Shard(0, "")] * len(self._writers)
-        for mark in filter(None, marks):
-            _, number, nbytes, checksum = mark.split("-")
-            shards[int(number)] = Shard(int(nbytes), checksum, self._writers[int(number)])
-        files.write(os.path.join(self._folder, NAME), [self._text(where, shards)])
+        fields = [mark.split("-") for mark in sorted(marks)]
+        shards = [Shard(int(f[2]), f[3], writer) for f, writer in zip(fields, self._writers, strict=True)]
+        files.write(os.path.join(self._folder, NAME), [self._text(_WHERE, shards)])
         files.sync(self._folder)
         parent, name = os.path.split(self.path)
-        old, replaces = os.path.join(parent, REPLACED.format(name)), self._check_place(where)
+        old, replaces = os.path.join(parent, REPLACED.format(name)), self._check_place(_WHERE)
         if replaces:
-            if files.is_folder(old) and not files.foreign(old):  # of a job that was killed: there is at most one
+            if os.path.lexists(old):  # of a job that was killed: there is at most one
                 files.remove(old)
                 files.sync(parent)
             files.rename(self.path, old)
@@ -369,27 +356,18 @@ class Saving(NotPickled):
                 files.rename(old, self.path)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 self._overwrite = False
-                self._check_place(where)  # another job was faster
+                self._check_place(_WHERE)  # another job was faster
             raise
         files.sync(parent)
         with contextlib.suppress(OSError):
-            if files.is_folder(old) and not files.foreign(old):
-                files.remove(old)
+            files.remove(old)
 
     # ------------------------------------------------------------------------------------------- its end
 
-    @contextlib.contextmanager
-    def _cleaned_up(self) -> Any:
-        """Remove the partial checkpoint if the block fails."""
-        try:
-            yield
-        except BaseException:
-            self._abandon()
-            raise
-
     def _abandon(self) -> None:
         """Give up the save.  Never raises."""
-        self._cancelled.set()
+        self._is_cancelled = True
+        self._look_now.set()
         if self._thread is not None:
             self._thread.join()
         self._remove()
@@ -405,7 +383,7 @@ class Saving(NotPickled):
         """Note the outcome, which all ranks know now."""
         self._is_known = True
         self.is_committed, self.has_failed = committed, not committed
-        self._items, self._values = {}, {}
+        self._manifest = dataclasses.replace(self._manifest, items={})
         self._close()
 
     def _close(self) -> None:

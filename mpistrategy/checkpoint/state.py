@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrategy import context
 from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign, library_of
-from mpistrategy.arrays.values import DistributedValues
 from mpistrategy.checkpoint.generators import GENERATORS, state_of
 from mpistrategy.checkpoint.rows import Rows
-from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item
 from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, below, to_json
 from mpistrategy.checkpoint.storage.shards import dtype_text
@@ -47,7 +44,7 @@ _ACCEPTED = (
 UNDECIDED = "?"
 #: Kinds of arrays, and kinds that a restore may make anew; objects of other kinds must exist.
 ARRAYS = frozenset({"array", "tensor", "scalar"})
-REPLACEABLE = frozenset({"plain", "dict", "list", "tuple", "component"}) | ARRAYS
+REPLACEABLE = frozenset({"plain", "dict", "list", "tuple"}) | ARRAYS
 #: The kinds of objects that tell their own state.
 KEPT = frozenset({"optimizer", "accumulator", "streams", "iterator"})
 DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict, Counter)
@@ -93,7 +90,7 @@ class State:
             state = owner._state(lambda var: self._paths.get(id(var)))
             if state is None:
                 raise self._unknown(path, owner)
-            self._add_all(path, owner._kept_as, [*state], state, owners)
+            self._add_all(path, owner._kept_as, state, owners)
 
     def _add(self, path: str, value: Any, owners: list[tuple[str, Kept]]) -> None:
         """Enter an object and its children; note an object with a state of its own in `owners`."""
@@ -119,37 +116,30 @@ class State:
         elif isinstance(value, Kept):
             self.items[path] = Item(value._kept_as)  # its place in the table
             owners.append((path, value))
-        elif isinstance(value, DistributedValues):
-            self._add_all(path, "component", len(value.values), value.values, owners)
         elif type(value) in DICTS:
             if not all(type(key) in (str, int) for key in value) or len(set(map(str, value))) < len(value):
                 problem = f"the keys {[*value]!r:.80} of {path!r}"
                 raise OptionTypeError.at(self.where, found=problem, expected="strings or ints, all different")
-            self._add_all(path, "dict", [*value], value, owners)
+            self._add_all(path, "dict", value, owners)
         elif type(value) is list or is_tuple(value):
-            self._add_all(path, "list" if type(value) is list else "tuple", len(value), value, owners)
+            self._add_all(path, "list" if type(value) is list else "tuple", value, owners)
         elif is_array(value):
             kind = "scalar" if isinstance(value, np.generic) else "array"
             kind = "tensor" if library_of(value) == "torch" and is_foreign(value) else kind
             self._add_array(path, kind, copies, host_array(value, "Checkpoint.save", path))
         elif is_stateful(value):
             kind = "module" if callable(getattr(value, "named_parameters", None)) else "object"
-            self._add_all(path, kind, None, {"state": value.state_dict()}, owners)
+            self._add_all(path, kind, {"state": value.state_dict()}, owners)
         elif members := members_of(value):
-            self._add_all(path, "variables", len(members), members, owners)
+            self._add_all(path, "variables", members, owners)
         else:
             raise self._unknown(path, value)
 
     def _add_all(
-        self,
-        path: str,
-        kind: str,
-        more: Any,
-        children: Mapping[Any, Any] | Sequence[Any],
-        owners: list[tuple[str, Kept]],
+        self, path: str, kind: str, children: Mapping[Any, Any] | Sequence[Any], owners: list[tuple[str, Kept]]
     ) -> None:
         """Enter an object that only holds other objects."""
-        self.items[path] = Item(kind, more=more)
+        self.items[path] = Item(kind, keys=[*children] if isinstance(children, Mapping) else None)
         for key, child in children.items() if isinstance(children, Mapping) else enumerate(children):
             self._add(below(path, key), child, owners)
 
@@ -168,7 +158,7 @@ class State:
     def _copies_of(self, var: Variable) -> str:
         """Return how the ranks' copies of a variable are saved."""
         is_local = var.strategy.extended._is_local
-        if var.strategy is not self.strategy and not is_local:
+        if var.strategy is not self.strategy and not is_local and not self.strategy._is_default:
             raise OptionError.at(
                 self.where,
                 found=f"{var.name!r}, of another strategy than the rest",
@@ -197,7 +187,8 @@ class State:
             communicator.allreduce(greatest, "MAX")
         first, second = np.split(greatest, 2)
         for path, is_equal in zip(digests, (first == ~second).tolist(), strict=True):  # then the least is the greatest
-            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if is_equal else OWN)
+            values = (self.values[path],) if is_equal and path in self.values else ()
+            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if is_equal else OWN, values=values)
 
     def by_name(self, digests: Mapping[str, int]) -> dict[str, int]:
         """Return a digest of each object of arrays and values, or of JAX's arrays, that is equal on all ranks.
@@ -223,12 +214,8 @@ class State:
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
         if array is None:
-            return int.from_bytes(checksum_of(encoded(repr(self.values[path]))).digest()[:8], "little")
-        array = host_array(array)
-        shape = array.shape
-        if array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
-            array = np.frombuffer(array.tobytes(), np.uint8)
-        return _summary([digest(array), *shape])
+            return digest(np.frombuffer(encoded(repr(self.values[path])), np.uint8))
+        return _summary([digest(host_array(array)), *array.shape])
 
     def structure(self) -> str:
         """Return the structure, which must be equal on all ranks, in words that show a difference.
@@ -242,7 +229,7 @@ class State:
                 shape = f"[any, {str(list(item.shape[1:]))[1:]}" if item.copies == ROWS else "[any shape]"
             is_shared = isinstance(live, Variable) and not live.strategy.extended._is_local
             who = f" is {live._key}" if is_shared else ""
-            lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.more or ''}")
+            lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.keys or ''}")
         return "; ".join(lines)
 
 
@@ -263,34 +250,6 @@ def members_of(value: Any) -> tuple[Variable, ...]:
     return tuple(members) if is_list and members else ()
 
 
-def strategy_of(objects: Mapping[str, Any], made_in: Strategy) -> Strategy:
-    """Return the strategy whose ranks share these objects.
-
-    That is `made_in`; for the default strategy, the strategy of the variables among the objects, or else the only
-    open strategy of several ranks.
-
-    Raises:
-        ContextError: if several strategies are open, or none any more.
-    """
-    if not made_in._is_default:
-        return made_in
-    strategies: list[Any] = [var.strategy for var in _variables_in(objects, 0) if not var.strategy._is_default]
-    strategies.sort(key=lambda strategy: strategy.extended._is_local)
-    joined: Any = strategies[0] if strategies else context.open_strategy("Checkpoint", "one that was")
-    return made_in if joined is None else joined
-
-
-def _variables_in(value: Any, depth: int) -> Iterator[Variable]:
-    if isinstance(value, Variable):
-        yield value
-    elif type(value) in (dict, list, tuple):
-        children = value.values() if type(value) is dict else value
-        for child in children if depth < DEEPEST else ():
-            yield from _variables_in(child, depth + 1)
-    else:
-        yield from members_of(value)
-
-
 def _summary(numbers: Sequence[int]) -> int:
     """Return a digest of numbers."""
-    return int.from_bytes(checksum_of(np.array(numbers, np.uint64).tobytes()).digest()[:8], "little")
+    return digest(np.array(numbers, np.uint64))

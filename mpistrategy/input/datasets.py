@@ -14,7 +14,7 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import as_kind_of, is_foreign
 from mpistrategy.errors import BatchError, OptionError
 from mpistrategy.objects.nearest import NamesOurs, refuses
-from mpistrategy.objects.settings import checked_switch, whole_number
+from mpistrategy.objects.settings import checked_count, checked_switch
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")
@@ -74,17 +74,11 @@ class Dataset(NamesOurs, Generic[E]):
         leaves, self._structure = nest.flatten(arrays)
         self._sources = [to_rows(leaf) for leaf in leaves]
         self._num_rows = common_length(self._sources, where)
-        self._batch = whole_number(where, "global_batch_size", global_batch_size)
-        self._seed = None if shuffle_seed is None else whole_number(where, "shuffle_seed", shuffle_seed)
+        self._batch = checked_count(where, "global_batch_size", global_batch_size)
+        self._seed = None if shuffle_seed is None else checked_count(where, "shuffle_seed", shuffle_seed, least=0)
         self._drop_remainder = checked_switch(where, "drop_remainder", drop_remainder)
-        self._epochs = None if epochs is None else whole_number(where, "epochs", epochs)
+        self._epochs = None if epochs is None else checked_count(where, "epochs", epochs, least=0)
         self._first_epoch = first_epoch
-        if self._batch < 1 or (self._seed or 0) < 0 or (self._epochs is not None and self._epochs < 0):
-            raise OptionError.at(
-                where,
-                found=f"global_batch_size={global_batch_size}, shuffle_seed={shuffle_seed}, epochs={epochs}",
-                expected="a positive global_batch_size, and no negative shuffle_seed or epochs",
-            )
 
     @classmethod
     @refuses(
@@ -132,12 +126,11 @@ class Dataset(NamesOurs, Generic[E]):
 
         For your own loops over epochs: a dataset has the same order each time it is iterated.
         """
-        number = whole_number("Dataset.epoch", "number", number)
-        if number < 0 or (self._epochs is not None and number >= self._epochs):
+        number = checked_count("Dataset.epoch", "number", number, least=0)
+        if self._epochs is not None and number >= self._epochs:
             raise OptionError.at("Dataset.epoch", found=f"number={number}", expected=f"one of {self._epochs} epochs")
-        arrays = self._structure.pack(list(self._sources))
         return Dataset(
-            arrays,
+            self._structure.pack(list(self._sources)),
             self._batch,
             shuffle_seed=self._seed,
             drop_remainder=self._drop_remainder,
@@ -183,14 +176,10 @@ class Dataset(NamesOurs, Generic[E]):
     def _describe(self, *, epochs: bool = True) -> str:
         """Return a text that must be equal on all ranks; without `epochs`, what the order of batches depends on."""
         kinds = ", ".join(f"{_dtype_name(s)}{list(s.shape)}" for s in self._sources)
-        order = (
-            f"Dataset {self._structure.text} of {kinds}, global_batch_size={self._batch}, shuffle_seed={self._seed}, "
-            f"drop_remainder={self._drop_remainder}, "
-        )
         return (
-            f"{order}epochs={self._epochs}, first_epoch={self._first_epoch}"
-            if epochs
-            else (f"{order}first_epoch={self._first_epoch}")
+            f"Dataset {self._structure.text} of {kinds}, global_batch_size={self._batch}, shuffle_seed={self._seed}, "
+            f"drop_remainder={self._drop_remainder}, {f'epochs={self._epochs}, ' if epochs else ''}"
+            f"first_epoch={self._first_epoch}"
         )
 
     def __repr__(self) -> str:

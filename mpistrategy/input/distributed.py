@@ -108,9 +108,8 @@ class DistributedDataset(Generic[E]):
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
         batches: Iterator[Any] = itertools.islice(self._batches(), walk.position, None)
-        if self._first is not None and not walk.is_compared:
+        if self._first is not None:
             first = self._first.next(batches, self._dataset)
-            walk.is_compared = True
             batches = itertools.chain([] if first is END else [first], batches)
         for batch in batches:
             walk.position += 1
@@ -145,10 +144,9 @@ def _padded(block: Any, rows: int) -> Any:
     """Return rows and zeros behind them, made on the host."""
     if len(block) == rows:
         return block
-    rows_on_host = host_array(block)
-    padded = np.zeros((rows, *rows_on_host.shape[1:]), rows_on_host.dtype)
-    padded[: len(rows_on_host)] = rows_on_host
-    return like_given(padded, block)
+    on_host = host_array(block)
+    zeros = np.zeros((rows - len(on_host), *on_host.shape[1:]), on_host.dtype)
+    return like_given(np.concatenate([on_host, zeros]), block)
 
 
 class DistributedDatasetsFromFunction(NotPickled, Generic[E]):

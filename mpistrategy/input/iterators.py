@@ -33,7 +33,6 @@ class Walk:
         any_ranks: whether the position means the same on any number of ranks.
         is_one_shot: whether the dataset can be iterated only once.
         position: the number of elements taken from the dataset; for global batches, the number of global batches.
-        is_compared: whether the ranks have compared the first batch that they took.
     """
 
     begin: Callable[[Walk], Iterator[Any]]
@@ -41,7 +40,6 @@ class Walk:
     any_ranks: bool
     is_one_shot: bool = False
     position: int = 0
-    is_compared: bool = False
 
 
 class DistributedIterator(Kept, NotPickled, Iterator[E]):
@@ -71,15 +69,9 @@ class DistributedIterator(Kept, NotPickled, Iterator[E]):
         return _ONE_SHOT if walk.is_one_shot and walk.position > 0 else ""
 
     def _load(self, saved: Mapping[Any, Any]) -> None:
-        self._go_to(saved["position"])
-
-    def _go_to(self, position: int) -> None:
-        """Continue after the first `position` elements; skipped elements are not read where possible.
-
-        A dataset that can be iterated only once must not have begun.
-        """
+        """Continue after the first elements; skipped elements are not read where possible."""
         assert self._walk is not None
-        self._walk.position = position
+        self._walk.position = saved["position"]
         self._elements = self._walk.begin(self._walk)
 
     def __repr__(self) -> str:
@@ -149,10 +141,7 @@ class DatasetIterator(DistributedIterator[E]):
 
         A generator cannot start again: it continues.
         """
-        before = self._walk
         DistributedIterator.__init__(self, iter(self._dataset))
-        if self._walk is not None and before is not None:
-            self._walk.is_compared = before.is_compared
         return []
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.settings import checked_count, checked_switch, whole_number
-from mpistrategy.options import InputReplicationMode, ReplicationMode, checked_member
+from mpistrategy.objects.settings import whole_number
+from mpistrategy.options import InputReplicationMode, ReplicationMode
 
 
 @dataclass(frozen=True)
@@ -21,28 +20,12 @@ class InputOptions:
         experimental_place_dataset_on_device: accepted.
         experimental_per_replica_buffer_size: accepted.
 
-    Raises:
-        OptionError, OptionTypeError: for values of another type, and a buffer size below 1.
     """
 
     experimental_fetch_to_device: bool | None = None
     experimental_replication_mode: ReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
-
-    def __post_init__(self) -> None:
-        checks: dict[str, Callable[[str, str, Any], Any]] = {
-            "experimental_fetch_to_device": lambda where, name, value: (
-                value if value is None else checked_switch(where, name, value)
-            ),
-            "experimental_replication_mode": lambda where, name, value: checked_member(
-                InputReplicationMode, value, where, name
-            ),
-            "experimental_place_dataset_on_device": checked_switch,
-            "experimental_per_replica_buffer_size": checked_count,
-        }
-        for name, check in checks.items():
-            object.__setattr__(self, name, check("InputOptions", name, getattr(self, name)))
 
 
 def check_options(options: Any, where: str) -> None:

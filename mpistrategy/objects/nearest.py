@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mpistrategy.errors import OptionTypeError
@@ -29,14 +29,6 @@ def did_you_mean(word: object, names: Iterable[str], least: float = 0.6) -> str:
     return f"Did you mean {names_by_lower_case[near[0]]!r}?" if near else ""
 
 
-def attribute_error(owner: str, name: str, words: Mapping[str, str], of: object) -> AttributeError:
-    """Return the error for an attribute that `of` does not have; it says what to write, if `words` has the name."""
-    hint = words.get(name)
-    if hint is None:
-        return AttributeError(f"{owner} has no attribute {name!r}", name=name, obj=of)  # Python looks for a near name
-    return AttributeError(f"{owner} has no attribute {name!r}. {hint}.")
-
-
 class NamesOurs:
     """Base of classes whose AttributeError says what to write for an attribute of TensorFlow's: `other_names`.
 
@@ -51,11 +43,10 @@ class NamesOurs:
         def __getattr__(self, name: str) -> Any:
             from mpistrategy.objects.other_names import OF_CLASS  # here, for the quick import
 
-            kind = type(self)
-            for base in kind.__mro__:
-                if name in vars(base):  # a property raised this error
-                    return vars(base)[name].__get__(self, kind)
-            raise attribute_error(f"{kind.__name__!r} object", name, OF_CLASS.get(kind._words_of, {}), self)
+            hint = OF_CLASS.get(self._words_of, {}).get(name)
+            if hint is None:
+                return object.__getattribute__(self, name)  # raises the error again, Python's or that of a property
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}. {hint}.")
 
 
 def refuses(**words: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

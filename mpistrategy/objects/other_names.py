@@ -78,17 +78,19 @@ OF_CLASS: Mapping[str, Mapping[str, str]] = {
     },
     "Checkpoint": {"read": "Write restore(path)", "write": "Write save(path)"},
 }
-#: Keywords of optimizers that have no counterpart under another name.
+#: Keywords of other libraries' optimizers, and what to do instead.
 OF_OPTIMIZERS: Mapping[str, str] = {
-    "name": "leave it out",
-    "clipvalue": "clip the reduced gradients with np.clip, or write 'global_clipnorm'",
-    "decay": "write learning_rate=schedules.CosineDecay(...) or another schedule",
-    "gradient_accumulation_steps": "use gradients.GradientAccumulator(steps)",
-    "use_ema": "keep the average in a Variable of your own",
-    "ema_momentum": "keep the average in a Variable of your own",
-    "amsgrad": "derive a class from Optimizer that has the slot",
-    "jit_compile": "leave it out",
-    "loss_scale_factor": "divide the loss by the global batch, or write aggregation='MEAN'",
-    "rho": "it is RMSprop's; use Adam",
-    "use_locking": "leave it out: one thread updates a variable",
+    "lr": "Write learning_rate.",
+    "clipnorm": "Write global_clipnorm.",
+    "name": "Leave it out.",
+    "clipvalue": "Clip the reduced gradients with np.clip, or write 'global_clipnorm'.",
+    "decay": "Write learning_rate=schedules.CosineDecay(...) or another schedule.",
+    "gradient_accumulation_steps": "Use gradients.GradientAccumulator(steps).",
+    "use_ema": "Keep the average in a Variable of your own.",
+    "ema_momentum": "Keep the average in a Variable of your own.",
+    "amsgrad": "Derive a class from Optimizer that has the slot.",
+    "jit_compile": "Leave it out.",
+    "loss_scale_factor": "Divide the loss by the global batch, or write aggregation='MEAN'.",
+    "rho": "It is RMSprop's; use Adam.",
+    "use_locking": "Leave it out: one thread updates a variable.",
 }

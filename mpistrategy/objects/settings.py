@@ -39,54 +39,41 @@ class Setting(Generic[T]):
         instance.__dict__[self._name] = self._check(type(instance).__name__, self._name, value)
 
 
-def _only_by_constructor(instance: object, name: str) -> OptionError:
-    kind = type(instance).__name__
-    return OptionError.at(
-        f"{kind}.{name}",
-        found="an assignment",
-        expected="none after the constructor",
-        fix=f"Make another {kind}.",
-    )
-
-
-def cannot_be_set(instance: object, name: str) -> AttributeError:
-    """Return Python's error for an attribute without a setter."""
-    return AttributeError(f"attribute {name!r} of {type(instance).__name__!r} object cannot be set")
-
-
 class Fixed(Setting[T]):
-    """An attribute that only the constructor sets.
+    """An attribute that only the constructor sets."""
 
-    Args:
-        refusal: returns the error of a later assignment, given the object and the attribute's name.
-    """
-
-    def __init__(self, refusal: Callable[[Any, str], Exception] = _only_by_constructor) -> None:
+    def __init__(self) -> None:
         super().__init__(lambda where, name, value: value)
-        self._refusal = refusal
 
     def __set__(self, instance: object, value: Any) -> None:
         if self._name in instance.__dict__:
-            raise self._refusal(instance, self._name)
+            kind = type(instance).__name__
+            raise OptionError.at(
+                f"{kind}.{self._name}",
+                found="an assignment",
+                expected="none after the constructor",
+                fix=f"Make another {kind}.",
+            )
         super().__set__(instance, value)
 
 
 class Settable:
     """Base of objects with settings, which `repr` shows.  Setting a misspelt one raises.
 
-    A program may set attributes of its own.  If the name is nearly a setting's name, the class must declare it.
+    A program may set attributes of its own.  If the name is nearly a setting's name, the class must have a default.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in self.__dict__ and not name.startswith("_") and not hasattr(type(self), name):
-            declared = {setting for base in type(self).__mro__ for setting in _settable(base)}
-            fix = "" if name in declared else did_you_mean(name, declared, least=0.8)
+        kind = type(self)
+        if name not in self.__dict__ and not name.startswith("_") and not hasattr(kind, name):
+            members = [member for base in kind.__mro__ for member in vars(base).items()]
+            fix = did_you_mean(name, [known for known, member in members if _is_settable(member)], least=0.8)
             if fix:
                 raise OptionError.at(
-                    f"{type(self).__name__}.{name}",
+                    f"{kind.__name__}.{name}",
                     found="an attribute that does not exist",
                     expected="an existing one",
-                    fix=f"{fix}  Declare an attribute of your own in your class.",
+                    fix=f"{fix}  Give an attribute of your own a default in your class.",
                 )
         object.__setattr__(self, name, value)
 
@@ -94,13 +81,8 @@ class Settable:
         return in_words(self)
 
 
-def _settable(kind: type) -> list[str]:
-    """Return the attributes that a class itself declares and lets be set: annotations and properties, no methods."""
-    members, hints = vars(kind), vars(kind).get("__annotations__", {})
-    fields = [name for name in hints if not callable(members.get(name)) and not name.startswith("_")]
-    return fields + [
-        name for name, member in members.items() if isinstance(member, property) and member.fset is not None
-    ]
+def _is_settable(member: object) -> bool:
+    return isinstance(member, Setting) or (isinstance(member, property) and member.fset is not None)
 
 
 def checked_type(where: str, name: str, value: Any, kind: type[T], expected: str, fix: str = "") -> T:

@@ -13,13 +13,9 @@ _UNITS = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 def in_words(instance: object) -> str:
     """Return ``SGD(learning_rate=0.1, momentum=0.9)``: the arguments of the constructor that are not its defaults."""
     kind, words = type(instance), []
-    attributes = getattr(
-        instance, "__dict__", {}
-    )  # first: a setting may refuse to be read where its object may be printed
+    attributes = getattr(instance, "__dict__", {})  # first: a setting may refuse to be read where it may be printed
     for name, parameter in inspect.signature(kind).parameters.items():
-        if name not in attributes and not hasattr(instance, name):
-            continue
-        value = attributes[name] if name in attributes else getattr(instance, name)
+        value = attributes[name] if name in attributes else getattr(instance, name, parameter.default)
         is_member = isinstance(value, enum.Enum)
         if (value.name if is_member else value) != parameter.default:
             words.append(f"{name}={value.name if is_member else repr(value)}")

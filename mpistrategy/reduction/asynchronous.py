@@ -31,12 +31,12 @@ from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.gpu.transports.choice import device_path
-from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
+from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, chosen_path
 from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.mpi.over_mpi.background import Background, background_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
-from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import EVERY_RANK, check_order, leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer, checked_inputs, outputs_for
@@ -241,7 +241,7 @@ def _start_on_gpu(
             return None
     except Exception as error:  # the peers start theirs: they must hear of it there
         failure = error
-        path = device_paths(ranks).by_word.get(path_word(options, reducer.algorithm._device_path))
+        path = chosen_path(ranks).path
     # The caller's thread does work that waits for nothing.
     background = None
     if path is not None and path.name not in ON_THE_STREAM:
@@ -343,7 +343,7 @@ class _Begun:
         with Call(ranks.guard, _CALL, name) as call, self._device:
             call.structure = self._structure.text
             call.wait_as(options.timeout_seconds)
-            device_paths(ranks).check()
+            chosen_path(ranks).check()
             values = tuple(map(layout_of, self._arrays))
             call.agree("reduce", op=self._op.value, values=values, destination=EVERY_RANK.text, options=self._settings)
             if path.name not in ON_THE_STREAM:

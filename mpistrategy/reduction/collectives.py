@@ -132,10 +132,10 @@ class EachArray(General):
         """Return the plan of a nest of arrays and numbers on the host; None for other nests."""
         where = nest.leaves_of(value)
         leaves = [] if where is None else where.take(value)
-        arrays = arrays_of(leaves) if nest.only_text_keys(value) else None
+        arrays = arrays_of(leaves)
         if where is None or arrays is None or not all(map(is_plain_array, arrays)):
             return None
-        call.structure, kinds = where.text, {*map(type, leaves)}
+        call.structure, kinds = where.structure.text, {*map(type, leaves)}
         collective, timeout_seconds = self.collective(call, arrays, value), self.merged_options.timeout_seconds
         return NestPlan(self, where, collective, collective.signature(call), timeout_seconds, kinds)
 

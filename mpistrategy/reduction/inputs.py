@@ -123,7 +123,7 @@ def _on_host(leaf: Any) -> Array:
 
 def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether `out` is a nest like `value` of ordinary arrays, of these dtypes, and of the shapes of arrays."""
-    if not where.single and not alike(value, out):
+    if not alike(value, out):
         return False
     rows = zip(where.take(out), arrays, dtypes, strict=True)
     return all(

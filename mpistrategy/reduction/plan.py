@@ -293,7 +293,7 @@ class NestPlan(Compared, CallPlan):
         agree = partial(self.agree, call)
         if targets is None:
             results = self.transfer.carried_out(arrays, agree)
-            return self.leaves.build(results if self._only_arrays else map(in_kind, results, leaves))
+            return self.leaves.structure.pack(results if self._only_arrays else map(in_kind, results, leaves))
         direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
         for target, result in zip(targets, self.transfer.carried_out(arrays, agree, direct_targets), strict=True):
             if result is not target:
@@ -313,7 +313,7 @@ class DevicePlan(NestPlan):
         targets = None if out is None else route.own_results(arrays, arrays)
         results = route.carried_out(arrays, partial(self.agree, call), targets)
         if out is None:
-            return self.leaves.build(results)
+            return self.leaves.structure.pack(results)
         with arrays[0].device:
             move(results, arrays)
         return out
@@ -334,9 +334,9 @@ class PlacedPlan(NestPlan):
             return self.otherwise.run(call, value, out, weight)
         results = self.transfer.carried_out(arrays, partial(self.agree, call))
         if not self.is_here:
-            return self.leaves.build([Mirrored((), text) for _ in leaves])
+            return self.leaves.structure.pack([Mirrored((), text) for _ in leaves])
         in_kinds = results if self._only_arrays else map(in_kind, results, leaves)
-        return self.leaves.build([Mirrored((result,), text) for result in in_kinds])
+        return self.leaves.structure.pack([Mirrored((result,), text) for result in in_kinds])
 
 
 def kind_of(value: Any) -> Any:

@@ -215,7 +215,7 @@ class AllReduce(General):
         if is_arena(value):
             return value._plan(reducer, op, call, options, out) if is_plain else None
         where = self.leaves_of(value, out)
-        if where is None or not nest.only_text_keys(value) or (is_weighted and op is not ReduceOp.MEAN):
+        if where is None or (is_weighted and op is not ReduceOp.MEAN):
             return None
         leaves = where.take(value)
         is_on_gpu = is_plain and all(map(is_cupy, leaves))
@@ -235,7 +235,7 @@ class AllReduce(General):
         is_elsewhere = out is not None and destination is None and not is_on_gpu
         if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
             return None
-        words = WEIGHTED if is_weighted else op.value, where.text, tuple(map(layout_of, arrays))
+        words = WEIGHTED if is_weighted else op.value, where.structure.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
         plan = kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)})

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import any_array, is_on_device, like_given, on_device_of, placed_as, reducible
+from mpistrategy.arrays.convert import (
+    any_array,
+    host_array,
+    is_on_device,
+    like_given,
+    on_device_of,
+    placed_as,
+    reducible,
+)
 from mpistrategy.arrays.dtypes import (
     dtype_name,
     host_wire_dtype,
@@ -18,7 +26,6 @@ from mpistrategy.arrays.dtypes import (
     sum_dtype_of_mean,
     wire_dtype,
 )
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import ArenaBase, contribution, event_of_reads
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
@@ -36,8 +43,7 @@ class ReduceAlong(General):
         """Return the reduction of one array; see `CallPlan.run`."""
         (reduce_op, axis, _), where = self.argument, call.where
         if isinstance(value, ArenaBase) or weight is not None:
-            argument_name = "weight=" if weight is not None else "an arena"
-            raise OptionError.at(where, found=f"{axis=} with {argument_name}", expected="one of the two")
+            raise OptionError.at(where, found=f"{axis=} with an arena or weight=", expected="axis= alone")
         structure, op = nest.flatten_without_none(value)[1], ReduceOp._parse(reduce_op, where)
         call.structure = structure.text
         if self.reducer.agrees_on_none(call, op, structure):
@@ -78,18 +84,5 @@ def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
         if 0 in (array.shape[axis] for axis in axes):
             shape = [length for axis, length in enumerate(array.shape) if axis not in axes]
             return placed_as(np.full(shape, identity(dtype, op), dtype), array)
-        if not is_on_device(wide):
-            return (minimum if op is ReduceOp.MIN else maximum).reduce(wide, axes)
-        return _extreme_on_device(wide.copy() if wide is array else wide, axes, op)
-
-
-def _extreme_on_device(array: DeviceArray, axes: tuple[int, ...], op: ReduceOp) -> DeviceArray:
-    """Do `Extreme.reduce` in GPU memory, by keys, so that the bits are the same; the array is overwritten."""
-    from mpistrategy.mpi.gpu.transports import ordered_keys  # here, for the quick import
-
-    if not ordered_keys.are_for(array.dtype, op._on_the_wire):
-        return array.min(axis=axes) if op is ReduceOp.MIN else array.max(axis=axes)
-    cupy = cupy_for("an array in GPU memory")
-    keys = ordered_keys.to_keys(cupy, cupy.ascontiguousarray(array), op._on_the_wire)
-    least = keys.min(axis=axes) if op is ReduceOp.MIN else keys.max(axis=axes)
-    return ordered_keys.to_floats(cupy, cupy.ascontiguousarray(least), op._on_the_wire)
+        extreme = minimum if op is ReduceOp.MIN else maximum
+        return placed_as(extreme.reduce(host_array(wide), axes), array)  # through the host, which orders zeros and NaNs

@@ -304,7 +304,9 @@ class StrategyExtended(NotPickled, Settable):
         result = context.call_in(Frame(self._container_strategy, Mode.UPDATE), fn, plain_args, plain_kwargs)
         if not group:
             return nest.map_structure(lambda leaf: (leaf,), result)
-        return nest.map_structure(lambda leaf: Mirrored((leaf,)) if _is_array(leaf) else leaf, result)
+        return nest.map_structure(
+            lambda leaf: Mirrored((leaf,)) if isinstance(leaf, np.ndarray) or is_on_device(leaf) else leaf, result
+        )
 
     def call_for_each_replica(
         self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -326,7 +328,7 @@ class StrategyExtended(NotPickled, Settable):
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Colocate the variables created in the ``with`` block with another variable; only inside scope().
 
-        Every replica has a copy of every variable, so this only records the relation.
+        Every replica has a copy of every variable, so there is nothing to do.
 
         Args:
             colocate_with_variable: a variable of this strategy.
@@ -342,7 +344,7 @@ class StrategyExtended(NotPickled, Settable):
             raise OptionError.at(
                 where, found=repr(colocate_with_variable), expected="a variable created in this strategy's scope"
             )
-        return self._registry.colocating_with(colocate_with_variable)
+        return contextlib.nullcontext()
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy."""
@@ -415,10 +417,6 @@ class StrategyExtended(NotPickled, Settable):
 call_sites.calls_steps(StrategyExtended.call_for_each_replica)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) or is_on_device(leaf)
-
-
 def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure]:
     """Return the leaves but None of a nest of values, and its structure; a list of numbers, say, is one value."""
     if value is not None and not nest.is_container(value):
@@ -441,8 +439,8 @@ class _ReduceTo(AllReduce):
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
         leaves = nest.leaves_of(value)
-        if leaves is None or leaves.single:
-            return leaves and replace(leaves, text="")
+        if leaves is None or leaves.structure is nest.LEAF:
+            return leaves and leaves._replace(structure=replace(nest.LEAF, text=""))
         return None if _leaves_of(value)[1] is nest.LEAF else leaves
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
@@ -493,7 +491,8 @@ class _BatchReduceTo(_ReduceTo):
         """Return how to reach the arrays; None where some are in nests."""
         if any(map(nest.is_container, _values_of(value))):
             return None
-        return nest.Leaves(_values_of, list, False, "; ".join([nest.LEAF.text] * len(value)))  # as `batch` writes it
+        text = "; ".join([nest.LEAF.text] * len(value))  # as `batch` writes it
+        return nest.Leaves(_values_of, nest.Structure(text, len(value), list))
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the results."""

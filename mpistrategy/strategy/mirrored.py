@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Modules that are imported at their use, in calls, in errors and in alarms.
 _USED_LATER = (
     "mpistrategy.objects.other_names",
-    *("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "pwd", "termios"),
+    *("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "termios"),
 )
 
 
@@ -101,8 +101,8 @@ class MirroredStrategy(Strategy):
                 if cross_device_ops is not None:
                     checked_type(where, "cross_device_ops", cross_device_ops, CrossDeviceOps, "a CrossDeviceOps")
                 if communication_options is not None:
-                    option = "communication_options"
-                    checked_type(where, option, communication_options, CommunicationOptions, "a CommunicationOptions")
+                    words = "communication_options", communication_options, CommunicationOptions
+                    checked_type(where, *words, "a CommunicationOptions")
                 reaction = one_of(where, "on_error", on_error, ("abort", "raise"))
                 level = check_level.ALWAYS if contains_errors and check is None else check_level.level_of(check)
                 if contains_errors and level != check_level.ALWAYS:
@@ -145,11 +145,6 @@ def _connect(comm: Any, contains_errors: bool) -> MpiRanks | Threads:
     from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
     with world.joining("MirroredStrategy", comm):
-        _load(_USED_LATER)
+        for name in _USED_LATER:  # in a call one rank alone might fail, which cannot open a file
+            import_module(name)
         return MpiRanks(comm, contains_errors=contains_errors)
-
-
-def _load(modules: Sequence[str]) -> None:
-    """Load modules before the first call: in a call one rank alone might fail, which cannot open a file."""
-    for name in modules:
-        import_module(name)

@@ -383,9 +383,7 @@ class ReplicaContext(NotPickled):
     ) -> Any:
         """Make a collective of this context; see `Reducer.run`."""
         frame, reducer = self._frame(where), self._strategy.extended._reducer
-        if frame is None:
-            return reducer.run(where, general, argument, value, options, name, out, weight)
-        with frame:
+        with frame or _NOTHING:
             return reducer.run(where, general, argument, value, options, name, out, weight)
 
     def _frame(self, where: str, *, is_collective: bool = True) -> Frame | None:
@@ -401,18 +399,12 @@ class ReplicaContext(NotPickled):
             if is_collective:
                 warn_outside_steps(self._strategy, where)
             return Frame(self._strategy, Mode.REPLICA, self)
-        if frame is not None and frame.mode is not Mode.REPLICA:
-            raise ContextError.at(
-                where,
-                found=f"a call in {in_words(frame)}",
-                expected="a call in replica context (inside a step function)",
-                fix="Call it in the function given to `strategy.run`; here, use strategy.reduce or strategy.extended.",
-            )
         raise ContextError.at(
             where,
-            found="a call through a context that this thread is not in",
+            found=f"a call in {in_words(frame)} through a replica context that this thread is not in",
             expected="a call through the context of the running step function",
-            fix="Call get_replica_context() anew in each step instead of keeping its result.",
+            fix="Call get_replica_context() anew in each step, in the function given to `strategy.run`; outside steps, "
+            "use strategy.reduce or strategy.extended.",
         )
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.nearest import NamesOurs
-from mpistrategy.objects.settings import Fixed, cannot_be_set, checked_type, one_of
+from mpistrategy.objects.settings import Fixed, checked_type, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
@@ -89,7 +89,7 @@ class Strategy(NotPickled, NamesOurs):
         OptionTypeError: when `extended` is not a StrategyExtended.
     """
 
-    extended: Fixed[StrategyExtended] = Fixed(cannot_be_set)
+    extended: Fixed[StrategyExtended] = Fixed()
     _words_of = "Strategy"
     _instead_of_pickling = (
         "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there."
@@ -110,15 +110,9 @@ class Strategy(NotPickled, NamesOurs):
         """The number of this rank's replica, in any context; short `rank`.  Not in tf.distribute."""
         return self.extended.communicator.rank
 
-    @property
-    def rank(self) -> int:
-        """As `replica_id_in_sync_group`."""
-        return self.replica_id_in_sync_group
-
-    @property
-    def size(self) -> int:
-        """As `num_replicas_in_sync`."""
-        return self.num_replicas_in_sync
+    #: Short names.
+    rank = replica_id_in_sync_group
+    size = num_replicas_in_sync
 
     @property
     def local_rank(self) -> int:
@@ -512,8 +506,8 @@ class Strategy(NotPickled, NamesOurs):
             pad: fill the ranks' parts up with zeros until they are equal.
             check_batches: what to do when the first batch that an iterator takes has other rows on another rank:
                 "warn" on rank 0 with a DatasetWarning, "raise", or "off": compare nothing.  The first element of an
-                iterator is collective with the former two.  Of a large batch the first and the last rows of each
-                array are compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
+                iterator is collective with the former two.  Of a large batch the first rows of each array are
+                compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
                 out.
             name: is compared between the ranks instead of the call site, for this call and for the iterators.
 
@@ -651,9 +645,14 @@ class Strategy(NotPickled, NamesOurs):
         """
         if input_iterator is None:
             return self.run(fn, kwargs={})
-        where, fix = "Strategy.experimental_run", "Pass what make_dataset_iterator(dataset) returns."
-        expected = "an iterator with get_next()"
-        checked_type(where, "input_iterator", input_iterator, DistributedIterator, expected, fix)
+        checked_type(
+            "Strategy.experimental_run",
+            "input_iterator",
+            input_iterator,
+            DistributedIterator,
+            "an iterator with get_next()",
+            fix="Pass what make_dataset_iterator(dataset) returns.",
+        )
         with self.scope():
             element = input_iterator.get_next()
         return self.run(fn, (element,), kwargs={})
@@ -754,15 +753,12 @@ def _mirrored_in(extended: StrategyExtended, variables: Any, where: str) -> list
     """Return the mirrored variables of a nest of variables, and of objects with an attribute `variables`, each once."""
     variables_by_id: dict[int, Variable] = {}
     for leaf in nest.flatten(variables)[0]:
-        if isinstance(leaf, Variable) and not is_mirrored(leaf):
-            expected = "variables whose copies should be equal"
-            raise OptionError.at(where, found=f"{leaf.name!r}, which is ON_READ", expected=expected)
         members = [leaf] if isinstance(leaf, Variable) else getattr(leaf, "variables", None)
         if not isinstance(members, (list, tuple)):
             raise OptionTypeError.at(where, found=f"{leaf!r}", expected="variables and optimizers")
         for var in members:
-            if not extended.variable_created_in_scope(var):
-                expected = "a variable created in the scope of this strategy"
+            if not extended.variable_created_in_scope(var) or (var is leaf and not is_mirrored(var)):
+                expected = "a variable of this strategy, whose copies should be equal (not ON_READ)"
                 raise OptionError.at(where, found=f"{var!r}", expected=expected)
         variables_by_id |= {id(var): var for var in members if is_mirrored(var)}
     if not variables_by_id:

@@ -138,9 +138,7 @@ def setup_logging(
         OptionError, OptionTypeError: for unknown levels, and for what is not a rank.
         ValueError: for an invalid `format` of logging.
     """
-    if not isinstance(logger, (str, logging.Logger)):
-        raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")
-    target = logging.getLogger(logger) if isinstance(logger, str) else logger
+    target = logger if isinstance(logger, logging.Logger) else logging.getLogger(logger)
     handler, by_rank = RankHandler(stream), RankFilter(ranks, level, others)
     if format is not None:
         handler.setFormatter(RankFormatter(format, _DATES))
@@ -165,14 +163,12 @@ def _level_number(level: int | str, argument: str) -> int:
 
 
 def _checked_ranks(ranks: Any) -> Any:
-    rank_list = [ranks] if isinstance(ranks, int) else ranks
     if isinstance(ranks, str) and ranks.lower() == "all":
         return "all"
-    if isinstance(rank_list, str) or not isinstance(rank_list, Collection):
-        raise OptionTypeError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
-    if not all(isinstance(rank, int) and rank >= 0 for rank in rank_list):
-        raise OptionError.at(_WHERE, found=f"ranks={ranks!r}", expected="numbers of ranks, from 0 on")
-    return rank_list
+    listed = [ranks] if isinstance(ranks, int) else ranks
+    if not (isinstance(listed, Collection) and all(isinstance(rank, int) and rank >= 0 for rank in listed)):
+        raise OptionError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
+    return listed
 
 
 def _has(ranks: Any, rank: int) -> bool:

@@ -51,9 +51,6 @@ class Nvtx(spans.Switched):
     def __init__(self) -> None:
         self._ranges: _Ranges | None = None
 
-    def __repr__(self) -> str:
-        return f"<Nvtx, {'off' if self._ranges is None else 'on'}>"
-
     @property
     def source(self) -> str:
         """What makes the ranges; "" as long as nothing does."""

@@ -22,7 +22,5 @@ def own_place() -> tuple[int, int]:
     dog = watchdog.in_this_process()
     if dog is not None:
         return dog.rank, dog.size
-    if is_on(os.environ.get(ALONE, "")):
-        return 0, 1
-    claim = claim_in(os.environ)
+    claim = None if is_on(os.environ.get(ALONE, "")) else claim_in(os.environ)
     return (0, 1) if claim is None else (claim.rank, claim.tasks)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Generic, Self, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.telemetry.own_rank import own_place
@@ -15,7 +16,7 @@ _LINE = "{desc}: {n_fmt}/{total_fmt} {elapsed} {rate_fmt}\n"
 T = TypeVar("T")
 
 
-class Progress(Generic[T]):
+class Progress(AbstractContextManager["Progress[T]"], Generic[T]):
     """The progress of a loop; `progress` makes it.
 
     Args:
@@ -37,9 +38,6 @@ class Progress(Generic[T]):
         self._iterable, self._title = iterable, title
         self._bar = _bar(total, title, every_seconds)
 
-    def __repr__(self) -> str:
-        return f"<Progress {self._title!r}, {self.count} of {self.total}>"
-
     def __iter__(self) -> Iterator[T]:
         if self._iterable is None:
             raise OptionTypeError.at(_WHERE, found="no iterable", expected="one to go through, or update()")
@@ -58,9 +56,6 @@ class Progress(Generic[T]):
         """Show the last state; a bar stays where it is."""
         if self._bar is not None:
             self._bar.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -96,15 +91,12 @@ def progress(
     source: Any = iterable
     if not isinstance(source, (Iterable, type(None))):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    numbers: dict[str, Any] = {"total": total, "every_seconds": every_seconds}
-    for name, value in numbers.items():
-        if not (value is None or (isinstance(value, (int, float)) and value > 0) or (value == 0 and name == "total")):
+    for name, value in {"total": total, "every_seconds": every_seconds}.items():
+        if not (value is None or ((isinstance(value, (int, float)) and value >= 0) and (value or name == "total"))):
             raise OptionError.at(_WHERE, found=f"{name}={value!r}", expected="a number above 0, or None")
-    return Progress(iterable, _length(iterable) if total is None else total, title, every_seconds)
-
-
-def _length(value: Any) -> int | None:
-    return len(value) if isinstance(value, Sized) else None
+    if total is None and isinstance(iterable, Sized):
+        total = len(iterable)
+    return Progress(iterable, total, title, every_seconds)
 
 
 def _bar(total: int | None, title: str, every_seconds: float | None) -> Any:

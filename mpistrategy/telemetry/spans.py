@@ -44,9 +44,6 @@ class Span(ContextDecorator):
         self._name = name
         self._intervals: list[AbstractContextManager[None]] = []
 
-    def __repr__(self) -> str:
-        return f"<Span {self._name!r}>"
-
     def _recreate_cm(self) -> Self:
         return type(self)(self._name)  # a function may be called by several threads, and by itself
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device
+from mpistrategy.arrays.convert import host_array, reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import IndexedSlices
+from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import ContextError, DTypeError, OptionError, ShapeError
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.inputs import checked_slices
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
@@ -53,9 +55,9 @@ def check_variable(var: Any, strategy: Strategy, where: str) -> None:
         if strategy._is_default:
             raise ContextError.at(
                 where,
-                found=f"a call outside strategy.run, with {var.name!r} of a {type(var.strategy).__name__}",
-                expected="a call in a step function of that strategy",
-                fix="Call it in the function given to strategy.run.",
+                found=f"a call outside the scope and the steps of the strategy of {var.name!r}",
+                expected="a call in a step function of that strategy, or in its scope()",
+                fix="Call it in the function given to strategy.run, or inside `with strategy.scope():`.",
             )
         raise OptionError.at(
             where,
@@ -65,36 +67,37 @@ def check_variable(var: Any, strategy: Strategy, where: str) -> None:
         )
 
 
-def check_gradient(gradient: Any, var: Variable, where: str) -> None:
-    """Raise ShapeError or DTypeError unless a gradient fits its variable."""
-    sparse = isinstance(gradient, IndexedSlices)
-    values = gradient.values if sparse else gradient
-    values = as_device_array(values, where) if is_on_device(values) else host_array(values)
+def checked_gradient(gradient: Any, var: Variable, where: str) -> Any:
+    """Return this rank's part of a gradient, which fits its variable: an array, or IndexedSlices.
+
+    Raises:
+        ShapeError, DTypeError, LeafError: for a gradient that does not fit.
+    """
+    part = contribution(gradient)
+    is_sparse = isinstance(part, IndexedSlices)
+    if is_sparse:
+        part = checked_slices(part, ReduceOp.SUM, where)
+        values, rows = part.values, var.shape[0] if var.shape else 0
+        shape = (rows, *values.shape[1:])
+        indices = host_array(part.indices)
+        outside = indices[(indices < 0) | (indices >= rows)]
+        if outside.size:
+            raise ShapeError.at(
+                where, found=f"index {outside[0]} for {var.name!r}", expected=f"indices from 0 to {rows - 1}"
+            )
+    else:
+        part = values = reducible(part, where)
+        shape = values.shape
     if values.dtype.kind == "c" and var.dtype.kind != "c":
         raise DTypeError.at(
             where,
             found=f"a gradient of dtype {dtype_name(values.dtype)} for {var.name!r}",
             expected=f"a real dtype, as the variable's {dtype_name(var.dtype)}",
         )
-    shape: tuple[int, ...] = values.shape
-    if sparse:
-        indices = host_array(gradient.indices)
-        if not (indices.ndim == 1 and indices.dtype.kind in "iu" and shape[:1] == indices.shape):
-            raise ShapeError.at(
-                where,
-                found=f"indices {dtype_name(indices.dtype)}{list(indices.shape)} for values of shape {shape}",
-                expected="one integer index for each row of the values",
-            )
-        rows = var.shape[0] if var.shape else 0
-        outside = indices[(indices < 0) | (indices >= rows)]
-        if outside.size:
-            raise ShapeError.at(
-                where, found=f"index {outside[0]} for {var.name!r}", expected=f"indices from 0 to {rows - 1}"
-            )
-        shape = (rows, *shape[1:])
     if shape != var.shape:
         raise ShapeError.at(
             where,
             found=f"a gradient of shape {values.shape} for {var.name!r}",
-            expected=f"the variable's shape {var.shape}{', or rows of it' if sparse else ''}",
+            expected=f"the variable's shape {var.shape}{', or rows of it' if is_sparse else ''}",
         )
+    return part

@@ -71,15 +71,12 @@ class GradientBuckets:
     """
 
     values: Fixed[Sequence[Array]] = Fixed()
-    variables: Fixed[tuple[Variable, ...]] = Fixed()
-    op: Fixed[ReduceOp] = Fixed()
-    starts_early: Fixed[bool] = Fixed()
 
     def __init__(self, gradients: GradientArena, op: ReduceOp, bytes_per_bucket: int) -> None:
         self._strategy = gradients.arena.strategy
         self.values = gradients.arena.values
-        self.variables = gradients.variables
-        self.op = op
+        self.variables: tuple[Variable, ...] = gradients.variables
+        self.op: ReduceOp = op
         #: The parts, in the order in which they are reduced.
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
         self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket.members}
@@ -87,12 +84,9 @@ class GradientBuckets:
         extended = self._strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
         communicator = extended._reducer.communicator
-        self.starts_early = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
+        self.starts_early: bool = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
         self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
-
-    def __len__(self) -> int:
-        return len(self.variables)
 
     def __iter__(self) -> Iterator[tuple[Array, Variable]]:
         """Yield the pairs that `Optimizer.apply_gradients` takes."""

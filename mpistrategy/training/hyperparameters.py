@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.nearest import refuses
-from mpistrategy.objects.other_names import OF_OPTIMIZERS
 from mpistrategy.objects.settings import Setting, checked_number, not_negative, one_of, positive
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.variables.variable import Variable
-
-#: Attributes of other libraries' optimizers, and ours.
-RIGHT_NAMES = {"lr": "learning_rate", "clipnorm": "global_clipnorm"}
-_HINTS = {name: f"{hint[0].upper()}{hint[1:]}." for name, hint in OF_OPTIMIZERS.items()}
-_HINTS |= {name: f"Write {right}." for name, right in RIGHT_NAMES.items()}
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def refuses_others(constructor: Callable[P, T]) -> Callable[P, T]:
-    """Let a constructor say what to write for keywords of other libraries."""
-    return refuses(**_HINTS)(constructor)
 
 
 class LearningRate(Setting[float]):
@@ -66,30 +51,18 @@ def follow(optimizer: object, schedule: Callable[[int], float], step: int) -> No
 
 
 def declared(kind: type) -> set[str]:
-    """Return the settings of a class and its bases: attributes with an annotation, or with a check."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        names.update(vars(base).get("__annotations__", ()))
-        names.update(name for name, attribute in vars(base).items() if isinstance(attribute, Setting))
-    return {name for name in names if not name.startswith("_")}
+    """Return the settings of a class and its bases: attributes with an annotation."""
+    return {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ()) if not name.startswith("_")}
 
 
-def counter() -> Setting[Variable | None]:
-    """Return a setting that is a variable of one number, or None."""
-
-    def check(where: str, name: str, value: Any) -> Variable | None:
-        if value is not None and not (isinstance(value, Variable) and value.dtype.kind in "iuf" and value.shape == ()):
-            raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="a variable of one number, or None")
-        return value
-
-    return Setting(check)
+def checked_counter(where: str, name: str, value: Any) -> Variable:
+    """Return `value`; raise OptionTypeError unless it is a variable of one number."""
+    if not (isinstance(value, Variable) and value.dtype.kind in "iuf" and value.shape == ()):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="a variable of one number, or None")
+    return value
 
 
-def sum_or_mean() -> Setting[ReduceOp]:
-    """Return a setting that is SUM or MEAN."""
-
-    def check(where: str, name: str, value: Any) -> ReduceOp:
-        word = value.name if isinstance(value, (ReduceOp, VariableAggregation)) else value
-        return ReduceOp[one_of(where, name, word, ("sum", "mean")).upper()]
-
-    return Setting(check)
+def sum_or_mean(where: str, name: str, value: Any) -> ReduceOp:
+    """Return SUM or MEAN for the operation, its name, or a VariableAggregation; raise OptionError for another one."""
+    word = value.name if isinstance(value, (ReduceOp, VariableAggregation)) else value
+    return ReduceOp[one_of(where, name, word, ("sum", "mean")).upper()]

@@ -8,24 +8,24 @@ rank reduces and updates its share of every copy (`training.sliced`).  Both upda
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import numpy as np
 
 from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
-from mpistrategy.context import Mode, cross_replica, current_frame, warn_if_alone
-from mpistrategy.errors import ContextError, OptionError, UnsupportedError
+from mpistrategy.context import cross_replica, warn_if_alone
+from mpistrategy.errors import UnsupportedError
 from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf, is_stateful
-from mpistrategy.objects.nearest import NamesOurs
+from mpistrategy.objects.nearest import NamesOurs, refuses
+from mpistrategy.objects.other_names import OF_OPTIMIZERS
 from mpistrategy.objects.settings import Settable, Setting, checked_count, checked_number, one_of, or_none, positive
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
 from mpistrategy.reduction.arena import Arena
@@ -37,7 +37,7 @@ from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.formulas import Kernel
 from mpistrategy.training.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, GradientBuckets
 from mpistrategy.training.kernels import Scratch
-from mpistrategy.training.plans import Slots, StepPlan, StepPlans
+from mpistrategy.training.plans import StepPlan, StepPlans
 from mpistrategy.training.screening import screened, warn_of
 from mpistrategy.training.sliced import GradientArena, GradientArenas, SlicedStep, can_be_sliced
 from mpistrategy.variables.variable import Variable
@@ -69,6 +69,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             variable that counts.
         schedule: the function that was given as `learning_rate`; None for a number.
         skipped_steps: how many steps changed nothing because gradients were not finite.
+        latest_path: how the latest step was made: "sliced", "plain", "buckets" or "skipped"; "" before the first.
         slot_values: of a class: the slots of each variable, and the number that each is filled with at first.
         only_named_rows: of a class: whether a sparse gradient changes only the rows that it names, also of slots.
 
@@ -89,7 +90,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     only_named_rows: ClassVar[bool] = False
 
     learning_rate: Setting[float] = setting.LearningRate()
-    aggregation: Setting[ReduceOp] = setting.sum_or_mean()
+    aggregation: Setting[ReduceOp] = Setting(setting.sum_or_mean)
     global_clipnorm: Setting[float | None] = or_none(
         lambda where, name, value: checked_number(where, name, value, "a positive number or None", positive)
     )
@@ -97,11 +98,12 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     nonfinite: Setting[NonFinite | None] = or_none(
         lambda where, name, value: cast("NonFinite", one_of(where, name, value, ("raise", "skip", "warn")))
     )
-    iterations: Setting[Variable | None] = setting.counter()
+    iterations: Setting[Variable | None] = or_none(setting.checked_counter)
     skipped_steps: int
+    latest_path: str
     schedule: Schedule | None
 
-    @setting.refuses_others
+    @refuses(**OF_OPTIMIZERS)
     def __init__(
         self,
         learning_rate: float | Schedule,
@@ -111,26 +113,25 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
     ) -> None:
-        where = type(self).__name__
         self.learning_rate = learning_rate
         self.aggregation = aggregation
         self.global_clipnorm = global_clipnorm
         self.mirrored_check_steps = mirrored_check_steps
         self.nonfinite = nonfinite
         self.iterations, self.skipped_steps = None, 0
-        self._slots = Slots(where)
+        #: The variables that slots were made for, each with its slots by name, also where it has none; by id.
+        #: With the variables themselves, so that no other object gets their ids.
+        self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
         self._plans, self._arenas, self._scratch = StepPlans(), GradientArenas(), Scratch()
-        #: The number of calls, and the path of the latest step.
-        self._calls, self._latest_path = 0, ""
+        self._calls, self.latest_path = 0, ""
         #: The settings that ranks compare, in order; other attributes are the program's own.
         self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))
         #: The latest settings that `_settings` has put into words, and the words.
         self._latest_words: tuple[tuple[Any, ...], str] = ((), "")
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in setting.RIGHT_NAMES:
-            right, where = setting.RIGHT_NAMES[name], f"{type(self).__name__}.{name}"
-            raise OptionError.at(where, found="an attribute that optimizers do not have", expected=f"{right!r}")
+        if name in ("lr", "clipnorm"):
+            getattr(self, name)  # raises AttributeError, which says what to write
         super().__setattr__(name, value)
 
     def build(self, variables: Iterable[Variable], *, name: str | None = None) -> None:
@@ -146,30 +147,31 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         """
         where, strategy, listed = f"{type(self).__name__}.build", get_strategy(), list(variables)
         for var in listed:
-            if getattr(var, "strategy", strategy) is not strategy:
-                raise ContextError.at(
-                    where,
-                    found=f"a call outside the scope of the strategy of {var.name!r}",
-                    expected="a call inside `with strategy.scope():`",
-                )
             check_variable(var, strategy, where)
         with Call(strategy.extended.communicator.guard, where, called=name):
             self._step_counter()
-            self._slots.make(listed, self.slot_values)
+            self._make_slots(listed)
+
+    def _make_slots(self, variables: Sequence[Variable]) -> None:
+        """Make the missing slots.  Collective; in the strategy's scope or a step."""
+        for var in variables:
+            self._slots.setdefault(id(var), (var, {}))
+        # Slot by slot: the slots of one name then follow one another in memory, as their variables do.
+        for name, value in self.slot_values.items():
+            for var in variables:
+                slots = self._slots[id(var)][1]
+                if name not in slots:
+                    filled, title = np.asarray(value, var.dtype), f"{var.name}/{type(self).__name__}/{name}"
+                    slots[name] = Variable(np.broadcast_to(filled, var.shape), trainable=False, name=title)
 
     def slots_of(self, var: Variable) -> dict[str, Variable]:
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
-        return self._slots.of(var)
-
-    @property
-    def latest_path(self) -> str:
-        """How the latest step was made: "sliced", "plain", "buckets" or "skipped"; "" before the first."""
-        return self._latest_path
+        return dict(self._slots[id(var)][1]) if id(var) in self._slots else {}
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The optimizer's own variables: the step counter, once there is one, and all slots."""
-        slots = [slot for _, slots in self._slots.by_id.values() for slot in slots.values()]
+        slots = [slot for _, slots in self._slots.values() for slot in slots.values()]
         return (*([] if self.iterations is None else [self.iterations]), *slots)
 
     def gradient_arena(self, variables: Iterable[Variable], *, name: str | None = None) -> Arena[list[Array]]:
@@ -259,9 +261,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             ReplicasDivergedError: when a check after the step finds copies that differ.
         """
         where = f"{type(self).__name__}.apply_gradients"
-        frame = current_frame()
-        in_step = frame is not None and frame.mode is Mode.REPLICA
-        strategy: Any = frame.strategy if frame is not None and in_step else required_context(where).strategy
+        strategy: Any = required_context(where).strategy
         if strategy._is_default:
             warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
         with Call(strategy.extended.communicator.guard, where, name) as call:
@@ -314,31 +314,30 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         if self.iterations is None or not plan.has_slots or not self.slot_values.keys() <= plan.slot_names:
             with cross_replica(plan.strategy):
                 self._step_counter()
-                self._slots.make(plan.variables, self.slot_values)
-            plan.use(self._slots, self._scratch)
+                self._make_slots(plan.variables)
+            plan.use([*map(self.slots_of, plan.variables)], self._scratch)
             plan.key = None
             call.expect_more()
         kernel = self._formula() if plan.is_usual else None
-        if totals is None and arrays is not None:
+        if totals is None and arrays is not None and plan.is_usual:
             self._make_ready(plan, kernel, call)
         if totals is None and arrays is not None and kernel is not None and plan.sliced is not None:
             plan.sliced.run(arrays, kernel, self.aggregation, call)
-            self._latest_path, trouble = "sliced", ""
+            self.latest_path, trouble = "sliced", ""
         else:
-            self._latest_path = "plain" if totals is None else "buckets"
-            originals = gradients if totals is None else None  # buckets have been overwritten
-            dense, rows = self._dense(plan, gradients, arrays, totals, call)
+            rows: dict[int, Array] = {}
+            self.latest_path, dense, originals = "buckets", totals, None  # buckets have been overwritten
+            if dense is None:
+                self.latest_path, originals = "plain", gradients
+                dense, rows = self._reduced(plan, gradients, arrays, call)
             reduced, trouble = screened(dense, plan, originals, call, clip=self.global_clipnorm, policy=self.nonfinite)
             if trouble and self.nonfinite == "skip":
-                self._latest_path = "skipped"
+                self.latest_path = "skipped"
                 self.skipped_steps += 1
                 return trouble
             self._update_all(plan, kernel, reduced, rows)
         counter = self._step_counter()
-        if plan.is_usual:
-            np.add(counter._storage, 1, out=counter._storage)
-        else:
-            plan.strategy.extended.update(counter, lambda steps: steps.assign_add(1))
+        np.add(counter._storage, 1, out=counter._storage)
         return trouble
 
     def _make_ready(self, plan: StepPlan, kernel: Kernel | None, call: Call) -> None:
@@ -346,41 +345,39 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         extended, variables = plan.strategy.extended, plan.variables
         screens = self.global_clipnorm is not None or self.nonfinite is not None
         reducer, choices = extended._reducer, (kernel is None, screens, self.aggregation)
-        key = (*choices, reducer.changes, extended.communicator.guard.level, self._arenas.count)
-        if key == plan.key or not plan.is_usual:
+        key = (*choices, reducer.changes, extended.communicator.guard.level, len(self._arenas))
+        if key == plan.key:
             return
         if plan.is_on_gpu:
             plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts, on_gpu=True)
             plan.key = key
             return
-        slots = [self._slots.of(var) for var in variables]
+        slots = [*map(self.slots_of, variables)]
         plan.sliced = plan.reduction = None
         may_slice = kernel is not None and not screens and reducer.algorithm._in_rank_order
-        if kernel is not None and may_slice and can_be_sliced(plan.strategy, variables, slots):
+        if may_slice and can_be_sliced(plan.strategy, variables, slots):
             call.agree("prepare an update")
             with cross_replica(plan.strategy):
                 gradients = self._arenas.covering(plan.strategy, variables)
             if gradients is not None and gradients.arena.is_shared:
-                plan.sliced = SlicedStep(plan.strategy, gradients, variables, slots, kernel, self._scratch)
+                plan.sliced = SlicedStep(plan.strategy, gradients, variables, slots, self._scratch)
             call.expect_more()
         plan.reduces_nothing = extended.communicator.size == 1 and reducer.algorithm._in_rank_order
         if plan.sliced is None and not plan.reduces_nothing:
             plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts)
-        plan.key = (*key[:-1], self._arenas.count)
+        plan.key = (*key[:-1], len(self._arenas))
 
-    def _dense(
-        self, plan: StepPlan, gradients: Sequence[Any], arrays: Arrays, totals: Arrays, call: Call
+    def _reduced(
+        self, plan: StepPlan, gradients: Sequence[Any], arrays: Arrays, call: Call
     ) -> tuple[Sequence[Array], dict[int, Array]]:
         """Return this rank's reduced gradients as arrays that no update changes, and the rows of sparse gradients."""
-        if totals is None and arrays is not None and plan.reduction is not None:
+        if arrays is not None and plan.reduction is not None:
             return plan.reduction.run(call, arrays), {}
-        if totals is None and arrays is not None and plan.reduces_nothing:
+        if arrays is not None and plan.reduces_nothing:
             return plan.changed.apart(arrays), {}
-        results: Sequence[Any] = totals or ()
-        if totals is None:
-            with cross_replica(plan.strategy):
-                pairs = list(zip(gradients, plan.variables, strict=True))
-                results = [*map(local_component, plan.strategy.extended.batch_reduce_to(self.aggregation, pairs))]
+        with cross_replica(plan.strategy):
+            pairs = list(zip(gradients, plan.variables, strict=True))
+            results = [*map(local_component, plan.strategy.extended.batch_reduce_to(self.aggregation, pairs))]
         rows = {number: result.indices for number, result in enumerate(results) if isinstance(result, IndexedSlices)}
         dense = [as_dense(total, var) for total, var in zip(results, plan.variables, strict=True)]
         return plan.changed.apart(dense), rows if self.only_named_rows else {}
@@ -390,7 +387,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     ) -> None:
         """Update all of this rank's copies; of some variables only these rows."""
         if plan.sparse != rows.keys():
-            plan.use(self._slots, self._scratch, rows.keys())
+            plan.use([*map(self.slots_of, plan.variables)], self._scratch, rows.keys())
         if kernel is not None:
             for numbers, update in plan.updates:
                 update.run(kernel, [totals[number] for number in numbers])
@@ -401,21 +398,16 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
                 plan.strategy.extended.update(var, self.update, args=arguments)
 
     def _check_mirrored(self, strategy: Strategy) -> None:
-        slotted = [var for var, _ in self._slots.by_id.values()]
+        slotted = [var for var, _ in self._slots.values()]
         mirrored = [var for var in (*slotted, *self.variables) if is_mirrored(var)]
         if mirrored:
             strategy.assert_mirrored(mirrored)
 
     def _formula(self) -> Kernel | None:
         """Return the next step as a kernel; None where `change` or `update` is overridden, and is called instead."""
-        if not vars(self).keys().isdisjoint(("change", "update")):
-            return None
-        for kind in type(self).__mro__:
-            if "_kernel" in vars(kind):
-                return self._kernel()
-            if "change" in vars(kind) or "update" in vars(kind):
-                break
-        return None
+        methods = {"_kernel", "change", "update"}
+        nearest = next(names for names in (vars(self), *map(vars, type(self).__mro__)) if methods & names.keys())
+        return self._kernel() if "_kernel" in nearest else None
 
     def _kernel(self) -> Kernel | None:
         """Return the next step as a kernel that does what `change` and `update` do; None where there is none.
@@ -455,7 +447,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             path_of(var) or number: {
                 name: Leaf(slot, first=values[name]) for name, slot in slots.items() if name in values
             }
-            for number, (var, slots) in enumerate(self._slots.by_id.values())
+            for number, (var, slots) in enumerate(self._slots.values())
         }
         state: dict[Any, Any] = {} if self.iterations is None else {"iterations": Leaf(self.iterations, first=0.0)}
         state |= {"class": type(self).__name__, "names": list(values), "slots": slots}
@@ -487,7 +479,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
 
     def _slotted(self, path: str | int, at: ObjectAt) -> Variable | None:
         """Return the variable that has the slots at a path of a checkpoint; by its number if it has no path."""
-        slotted = [var for var, _ in self._slots.by_id.values()]
+        slotted = [var for var, _ in self._slots.values()]
         if isinstance(path, int):
             return slotted[path] if 0 <= path < len(slotted) else None
         var = at(path)
@@ -495,7 +487,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
 
     def _prepare(self, saved: Mapping[Any, Any], at: ObjectAt, strategy: Any) -> None:
         variables = [self._slotted(path, at) for path in saved["slots"]]
-        missing = [var for var in variables if var is not None and id(var) not in self._slots.by_id]
+        missing = [var for var in variables if var is not None and id(var) not in self._slots]
         if missing or (self.iterations is None and "iterations" in saved):
             with (missing[0].strategy if missing else strategy).scope():
                 self.build(missing)
@@ -505,20 +497,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         if self.schedule is None:
             self.learning_rate = saved["learning_rate"]
 
-    def __copy__(self) -> Self:
-        """Return `copy.deepcopy(self)`: two optimizers share no slots."""
-        return copy.deepcopy(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return another optimizer with the same settings.
-
-        Raises:
-            CopyError: after the first step, or `build`: variables are created by all ranks together.
-        """
-        result = super().__copy__()
-        memo[id(self)] = result
-        result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
-        return result
+    def __copy__(self) -> NoReturn:
+        """Raise CopyError: two optimizers share no slots."""
+        self.__reduce_ex__(2)
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for its variables: their slots, and a plan for each list of variables of a step.
+"""What an optimizer keeps for its variables: a plan for each list of variables of a step.
 
 A plan is found by one look-up.  Its variables have been checked.  After the first step it also holds prepared work: the
 reduction of ordinary gradients, and the update of this rank's copies.
@@ -6,23 +6,22 @@ reduction of ordinary gradients, and the update of this rank's copies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device, reducible
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import is_cupy
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, local_component
+from mpistrategy.arrays.values import Mirrored
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
 from mpistrategy.objects.text import encoded
 from mpistrategy.reduction.plan import ArraysPlan
-from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.training.checks import check_gradient, check_variable
+from mpistrategy.training.checks import check_variable, checked_gradient
 from mpistrategy.training.gpu_update import FusedUpdate, can_be_fused
 from mpistrategy.training.kernels import ChangedMemory, FlatUpdate, Scratch, has_kernel
 from mpistrategy.training.sliced import SlicedStep
@@ -33,47 +32,6 @@ _MOST_NAMED = 12
 _PAIRS = "an iterable of (gradient, variable) pairs"
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 _NONE, _ARRAYS = type(None), {np.ndarray}
-
-
-class Slots:
-    """The slots of one optimizer: further variables for each of its variables, such as the momentum.
-
-    Args:
-        owner: the name of the optimizer's class, for the slots' names.
-
-    Attributes:
-        by_id: the variables that slots were made for, in order, each with its slots by name; by the variable's id.
-            An optimizer without slots has its variables here, too.
-    """
-
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-        # With the variables themselves, so that no other object gets their ids.
-        self.by_id: dict[int, tuple[Variable, dict[str, Variable]]] = {}
-
-    def of(self, var: Variable) -> dict[str, Variable]:
-        """Return the slots of `var` by name; empty before they are made."""
-        entry = self.by_id.get(id(var))
-        return dict(entry[1]) if entry is not None else {}
-
-    def make(self, variables: Sequence[Variable], values: Mapping[str, float]) -> None:
-        """Make the missing slots, filled with `values`.  Collective; in the strategy's scope or a step."""
-        for var in variables:
-            self.by_id.setdefault(id(var), (var, {}))
-        # Slot by slot: the slots of one name then follow one another in memory, as their variables do.
-        for name, value in values.items():
-            for var in variables:
-                slots = self.by_id[id(var)][1]
-                if name not in slots:
-                    slots[name] = self._new(name, value, var)
-
-    def _new(self, name: str, value: float, var: Variable) -> Variable:
-        strategy, title = get_strategy(), f"{var.name}/{self._owner}/{name}"
-        filled = np.broadcast_to(np.asarray(value, var.dtype), var.shape)
-        if strategy._is_default:
-            return Variable(filled, trainable=False, name=title)
-        with strategy.extended.colocate_vars_with(var):
-            return Variable(filled, trainable=False, name=title)
 
 
 class StepPlan:
@@ -131,9 +89,15 @@ class StepPlan:
         """Whether their slots have been made."""
         return bool(self.updates or self.singles)
 
-    def use(self, slots: Slots, scratch: Scratch, sparse: Set[int] = frozenset()) -> None:
-        """Note how the variables and their slots, which have been made, are updated."""
-        memory = [{name: slot._storage for name, slot in slots.of(var).items()} for var in self.variables]
+    def use(self, slots: Sequence[Mapping[str, Variable]], scratch: Scratch, sparse: Set[int] = frozenset()) -> None:
+        """Note how the variables are updated.
+
+        Args:
+            slots: the slots of each variable.
+            scratch: temporary arrays for kernels.
+            sparse: the numbers of the variables of which only some rows change.
+        """
+        memory = [{name: slot._storage for name, slot in beside.items()} for beside in slots]
         self.slot_names = memory[0].keys()
         arrays = [var._storage for var in self.variables]
         everything = [*arrays, *(slot for entry in memory for slot in entry.values())]
@@ -177,14 +141,11 @@ class StepPlan:
             layouts = zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True)
             if self.layouts == tuple(layouts):
                 return gradients
-        arrays = []
-        for gradient, var in zip(gradients, self.variables, strict=True):
-            check_gradient(local_component(gradient), var, where)
-            component = contribution(gradient)
-            if not (isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices) or is_on_device(component)):
-                arrays.append(reducible(component, where))
-        is_plain = self.is_on_host and [*map(_dtype_of, arrays)] == [*map(_dtype_of, self.variables)]
-        return arrays if is_plain else None
+        arrays = [checked_gradient(*pair, where) for pair in zip(gradients, self.variables, strict=True)]
+        if not self.is_on_host or any(isinstance(gradient, Mirrored) for gradient in gradients):
+            return None
+        are_plain = all(type(array) is np.ndarray for array in arrays)
+        return arrays if are_plain and [*map(_dtype_of, arrays)] == [*map(_dtype_of, self.variables)] else None
 
 
 class StepPlans:
@@ -197,7 +158,9 @@ class StepPlans:
 
     def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[Sequence[Any], StepPlan]:
         """Return the gradients that are not None, and the plan of their variables."""
-        pairs = _listed(grads_and_vars, where)
+        if not isinstance(grads_and_vars, Iterable):
+            raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS)
+        pairs = list(grads_and_vars)
         gradients: Sequence[Any] = ()
         try:
             gradients, variables = zip(*pairs, strict=True)
@@ -214,13 +177,6 @@ class StepPlans:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
         return gradients, plan
-
-
-def _listed(grads_and_vars: Any, where: str) -> list[Any]:
-    try:
-        return list(grads_and_vars)
-    except TypeError as error:
-        raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS) from error
 
 
 def _new_plan(pairs: list[Any], strategy: Strategy, where: str) -> StepPlan:
@@ -243,5 +199,4 @@ def _shortened(names: list[str]) -> str:
     import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
 
     digest = hashlib.blake2b(encoded("\n".join(names)), digest_size=8).hexdigest()
-    half = _MOST_NAMED // 2
-    return f"{', '.join(names[:half])}, ..., {', '.join(names[-half:])} ({len(names)} variables, {digest})"
+    return f"{', '.join(names[:6])}, ..., {', '.join(names[-6:])} ({len(names)} variables, {digest})"

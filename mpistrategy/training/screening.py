@@ -5,7 +5,7 @@ The check has the same result on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,6 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import NonFinite
 from mpistrategy.training.plans import StepPlan
-
-_PIECE = 2**16
 
 
 def screened(
@@ -56,7 +54,9 @@ def screened(
     on_gpu = any(map(is_on_device, reduced))
     parts, reduced = _gathered(reduced) if on_gpu else (reduced, reduced)
     norm = global_norm(parts) if on_gpu or clip is not None else 0.0
-    broken = None if policy is None or (on_gpu and np.isfinite(norm)) else first_not_finite(reduced)
+    broken = None
+    if policy is not None and not (on_gpu and np.isfinite(norm)):
+        broken = next((number for number, array in enumerate(reduced) if not all_finite(array)), None)
     if clip is not None and on_gpu:
         for part in parts:
             part[...] = scaled_by([part], scale_for(norm, clip))[0]
@@ -107,25 +107,14 @@ def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
 
 
 def all_finite(array: Array) -> bool:
-    """Return whether all numbers of a floating or complex array are finite, without a temporary array of its size."""
+    """Return whether all numbers of a floating or complex array are finite; usually without a temporary array."""
     with np.errstate(all="ignore"):
         # A sum with an infinity or NaN is not finite.  A sum of large numbers may overflow: each is checked then.
         wide = wire_dtype(array.dtype)
         total = array.sum(dtype=wide) if is_on_device(array) else np.add.reduce(array, axis=None, dtype=wide)
         if np.isfinite(total):
             return True
-    return all(np.isfinite(piece).all() for piece in _pieces(array))
-
-
-def first_not_finite(arrays: Sequence[Array]) -> int | None:
-    """Return the number of the first array that is not finite; None if all are."""
-    return next((number for number, array in enumerate(arrays) if not all_finite(array)), None)
-
-
-def _pieces(array: Array) -> Iterator[Array]:
-    flat = array.ravel("K")  # a view, if the array is contiguous in any order of its axes
-    for start in range(0, flat.size, _PIECE):
-        yield flat[start : start + _PIECE]
+    return bool(np.isfinite(array).all())
 
 
 def _of_ranks(ranks: Ranks, gradient: Any) -> str:

@@ -30,7 +30,7 @@ from mpistrategy.variables.variable import Variable
 
 #: Dtypes that are added without conversion, and whose sums do not depend on the alignment of the arrays.
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
-#: How many arenas an optimizer makes by itself: the second is for variables that had no gradients at first.
+#: From how many arenas on an optimizer makes none by itself: the second is for variables without gradients at first.
 _MOST_ARENAS = 2
 
 
@@ -73,16 +73,14 @@ class GradientArena:
 
 
 class GradientArenas:
-    """The gradient arenas of one optimizer.
-
-    Attributes:
-        count: the number of arenas: a step that was prepared before an arena was made is prepared again.
-    """
+    """The gradient arenas of one optimizer."""
 
     def __init__(self) -> None:
-        self.count: int = 0
-        self._count_for_steps = 0
         self._arenas: list[GradientArena] = []
+
+    def __len__(self) -> int:
+        """Return how many there are: a step that was prepared before an arena was made is prepared again."""
+        return len(self._arenas)
 
     def of(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
         """Return the arena of exactly these variables.  Collective when there is none yet."""
@@ -90,7 +88,6 @@ class GradientArenas:
             if [*map(id, arena.variables)] == [*map(id, variables)]:
                 return arena
         self._arenas.append(GradientArena(strategy.arena(list(variables)), variables))
-        self.count += 1
         return self._arenas[-1]
 
     def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena | None:
@@ -100,11 +97,10 @@ class GradientArenas:
             None instead of a further arena, where other variables have gradients in every step: memory would grow.
         """
         ids = {*map(id, variables)}
-        arena = next((candidate for candidate in reversed(self._arenas) if ids <= candidate.numbers.keys()), None)
-        if arena is None and self._count_for_steps < _MOST_ARENAS:
-            self._count_for_steps += 1
-            arena = self.of(strategy, variables)
-        return arena
+        for arena in reversed(self._arenas):
+            if ids <= arena.numbers.keys():
+                return arena
+        return self.of(strategy, variables) if len(self) < _MOST_ARENAS else None
 
 
 def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]) -> bool:
@@ -183,7 +179,6 @@ class SlicedStep:
         gradients: the shared memory for the gradients.
         variables: the variables, in the same order on all ranks.
         slots: the slots of each.
-        kernel: a step, like the kernels of `run`.
         scratch: temporary arrays for sums and kernels.
     """
 
@@ -193,13 +188,12 @@ class SlicedStep:
         gradients: GradientArena,
         variables: Sequence[Variable],
         slots: Sequence[Mapping[str, Variable]],
-        kernel: Kernel,
         scratch: Scratch,
     ) -> None:
         self._ranks = strategy.extended.communicator
         self._values = [gradients.arena._leaves[gradients.numbers[id(var)]] for var in variables]
         self._scratch = scratch
-        runs = self._runs(gradients, variables, slots, kernel)
+        runs = _runs(gradients, variables, slots)
         me = self._ranks.local_rank
         #: What a step writes, and where it collects gradients.
         self._changed = ChangedMemory([place.memory[me] for run in runs for place in run.places])
@@ -212,32 +206,6 @@ class SlicedStep:
                 self._own[number] = share
             for piece in chunks(share.start, share.stop, chunk_size(run.dtype)):
                 self._chunks.append(self._chunk(run, number, piece, tuple(slots[0])))
-
-    def _runs(
-        self,
-        gradients: GradientArena,
-        variables: Sequence[Variable],
-        slots: Sequence[Mapping[str, Variable]],
-        kernel: Kernel,
-    ) -> list[_Run]:
-        """Return the runs of the variables.  Padding is part of a run: it is zero at first, and stays so."""
-        merged = all(self._leaves_zeros_alone(kernel, dtype, slots[0]) for dtype in {var.dtype for var in variables})
-        runs: list[_Run] = []
-        for number, (var, beside) in enumerate(zip(variables, slots, strict=True)):
-            places = [_place_of(var), gradients.place_of(var), *map(_place_of, beside.values())]
-            nbytes = var.local_view.nbytes
-            if not (merged and runs and runs[-1].takes(var.dtype, places, nbytes)):
-                runs.append(_Run(var.dtype, places, nbytes, [number]))
-                continue
-            runs[-1].nbytes = aligned(runs[-1].nbytes) + nbytes
-            runs[-1].numbers.append(number)
-        return runs
-
-    def _leaves_zeros_alone(self, kernel: Kernel, dtype: np.dtype[Any], slots: Mapping[str, Variable]) -> bool:
-        parameter, gradient, *beside = (np.zeros(1, dtype) for _ in range(2 + len(slots)))
-        with np.errstate(all="ignore"):
-            kernel(parameter, gradient, dict(zip(slots, beside, strict=True)), self._scratch.of(dtype, 1)[:-1])
-        return not any(array.any() for array in (parameter, *beside))
 
     def _chunk(self, run: _Run, number: int | None, piece: slice, names: Sequence[str]) -> _Chunk:
         me, scratch = self._ranks.local_rank, self._scratch.of(run.dtype, piece.stop - piece.start)
@@ -311,6 +279,22 @@ class SlicedStep:
 def _is_same(gradient: Array, value: Array) -> bool:
     """Return whether two arrays of one shape and dtype are the same memory, the second one contiguous."""
     return gradient is value or (gradient.flags.c_contiguous and span(gradient) == span(value))
+
+
+def _runs(
+    gradients: GradientArena, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]
+) -> list[_Run]:
+    """Return the runs of the variables.  Padding is part of a run: it is updated, too, and nobody reads it."""
+    runs: list[_Run] = []
+    for number, (var, beside) in enumerate(zip(variables, slots, strict=True)):
+        places = [_place_of(var), gradients.place_of(var), *map(_place_of, beside.values())]
+        nbytes = var.local_view.nbytes
+        if not (runs and runs[-1].takes(var.dtype, places, nbytes)):
+            runs.append(_Run(var.dtype, places, nbytes, [number]))
+            continue
+        runs[-1].nbytes = aligned(runs[-1].nbytes) + nbytes
+        runs[-1].numbers.append(number)
+    return runs
 
 
 def _shares(runs: Sequence[_Run], local_rank: int, size: int) -> Iterator[tuple[_Run, slice]]:

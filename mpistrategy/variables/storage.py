@@ -11,7 +11,6 @@ them have been garbage-collected.
 from __future__ import annotations
 
 import math
-import weakref
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,11 +20,10 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
 
-#: The first slab is small: many strategies have few small variables.  Later slabs grow with the total size, since each
-#: slab costs an open file.
+#: The first slab is small: many strategies have few small variables.  Each later slab is twice as large, up to a limit,
+#: since each slab costs an open file.
 _FIRST_SLAB_BYTES = 2**20
-_SLAB_BYTES = 4 * 2**20
-_SLAB_FRACTION = 8
+_MOST_SLAB_BYTES = 64 * 2**20
 
 
 class VariableSlot(NamedTuple):
@@ -52,14 +50,8 @@ class VariableStorage:
         #: The slab that is being filled, and how many of its bytes are used.
         self._slab: SharedMemory | None = None
         self._used = 0
-        self._slabs: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
         # Set on all ranks together, when the node has no shared memory (any more).
         self._exhausted = False
-
-    @property
-    def nbytes(self) -> int:
-        """The size of all slabs that this rank still holds, for each rank."""
-        return sum(slab.own_segment.nbytes for slab in self._slabs)
 
     def allocate(
         self, communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -81,16 +73,12 @@ class VariableStorage:
             return VariableSlot(self._slab, self._used - nbytes)
         if self._exhausted:
             return None
-        usual = _FIRST_SLAB_BYTES
-        if self._slab is not None:
-            total_bytes = np.array([self.nbytes])  # ranks collect garbage at different times
-            communicator.allreduce(total_bytes, "MAX")
-            usual = max(_SLAB_BYTES, padded(int(total_bytes[0]) // _SLAB_FRACTION))
+        before = None if self._slab is None else self._slab.own_segment.nbytes
+        usual = _FIRST_SLAB_BYTES if before is None else min(2 * before, _MOST_SLAB_BYTES)
         slab = communicator.shared(max(nbytes, usual))
         if not slab.is_shared:
             self._exhausted = True
             return None
-        self._slabs.add(slab)
         if nbytes < usual:  # a larger variable has a slab for itself
             self._slab, self._used = slab, nbytes
         return VariableSlot(slab, 0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex, TypeAlias
 from weakref import WeakValueDictionary
@@ -45,7 +44,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, checked_switch
+from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_switch
 from mpistrategy.options import (
     Aggregation,
     Synchronization,
@@ -199,7 +198,6 @@ class Registry:
         table: how they are read and written.
         is_local: whether they belong to this rank alone: there is one replica, without synchronization.
         made: how many have been created; the same on every rank.
-        colocated_with: the variables of the `colocate_vars_with` blocks that are running.
     """
 
     def __init__(self, reducer: Reducer, table: Table) -> None:
@@ -209,14 +207,13 @@ class Registry:
         self.is_local: bool = reducer.is_alone
         self.made: int = 0
         self._unnamed = 0
-        self.colocated_with: list[Variable] = []
         # By number; weak, so a variable can be collected.
         self._alive: WeakValueDictionary[int, Variable] = WeakValueDictionary()
 
     def copy_for(self, reducer: Reducer) -> Registry:
         """Return the registry of a copy of the strategy: without variables, and the numbers go on."""
         result = copy.copy(self)
-        result.reducer, result.colocated_with, result._alive = reducer, [], WeakValueDictionary()
+        result.reducer, result._alive = reducer, WeakValueDictionary()
         return result
 
     def alive(self) -> list[tuple[int, Variable]]:
@@ -237,24 +234,10 @@ class Registry:
         self.made += 1
         self._unnamed += variable.name == self.next_name
 
-    @contextmanager
-    def colocating_with(self, variable: Variable) -> Iterator[None]:
-        """Let the variables that are created in the block refer to this variable."""
-        self.colocated_with.append(variable)
-        try:
-            yield
-        finally:
-            self.colocated_with.pop()
-
     @property
     def storage(self) -> VariableStorage:
         """The memory of variables: shared by all copies of a strategy, which have the same ranks."""
         return self.communicator.once("variables", VariableStorage)
-
-    @property
-    def drives_gpu(self) -> bool:
-        """Whether this rank's device is a GPU."""
-        return gpu_of(self.communicator.devices, self.communicator.rank) is not None
 
     def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
         """Return GPU memory for a variable; None for a variable on the host.
@@ -262,20 +245,12 @@ class Registry:
         Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
         and each read would wait for the GPU.
         """
-        if not shape or not self.drives_gpu:
+        index = gpu_of(self.communicator.devices, self.communicator.rank)
+        if not shape or index is None:
             return None
         cupy = cupy_for("a variable on a GPU")
-        with cupy.cuda.Device(self.communicator.devices[self.communicator.rank].index):
+        with cupy.cuda.Device(index):
             return cupy.empty(shape, dtype)
-
-
-def _fixed(variable: Variable, attribute: str) -> UnsupportedError:
-    return UnsupportedError.at(
-        f"Variable.{attribute}",
-        found=f"an attempt to change it on {variable.name!r}",
-        expected=f"the {attribute} that the variable was created with",
-        fix="Create another variable.",
-    )
 
 
 class Variable(ArrayLike, Settable):
@@ -319,11 +294,12 @@ class Variable(ArrayLike, Settable):
         CollectiveMismatchError: when the ranks create different variables.
     """
 
+    _written_by = "Write v.assign(x), v.assign_add(x) or v.assign_sub(x)."
     name: Fixed[str] = Fixed()
     trainable: Setting[bool] = Setting(checked_switch)
-    strategy: Fixed[Any] = Fixed(cannot_be_set)
-    synchronization: Fixed[VariableSynchronization] = Fixed(_fixed)
-    aggregation: Fixed[VariableAggregation] = Fixed(_fixed)
+    strategy: Fixed[Any] = Fixed()
+    synchronization: Fixed[VariableSynchronization] = Fixed()
+    aggregation: Fixed[VariableAggregation] = Fixed()
 
     @collective("create")
     def __init__(
@@ -366,8 +342,8 @@ class Variable(ArrayLike, Settable):
             if not registry.is_local and may_differ(value):
                 raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
-            combined_by = VariableAggregation.NONE if registry.is_local else self.aggregation
-            variable_dtype = _checked_dtype(array.dtype if dtype is None else dtype, combined_by)
+            may_be_mean = self.aggregation is VariableAggregation.MEAN and not registry.is_local
+            variable_dtype = _checked_dtype(array.dtype if dtype is None else dtype, may_be_mean)
             if array.dtype != variable_dtype:
                 array = converted(
                     host_array(array), variable_dtype, f"Variable {own_name!r} with dtype={dtype_name(variable_dtype)}"
@@ -399,12 +375,11 @@ class Variable(ArrayLike, Settable):
         self._view: Array = (view := storage.view())
         if not is_on_device(view):  # CuPy has no read-only arrays
             view.flags.writeable = False
-        policy = self.synchronization, self.aggregation
-        self._policies: dict[Mode, Policy] = {mode: registry.table[*policy, mode] for mode in Mode}
+        self._policies: dict[Mode, Policy] = {
+            mode: registry.table[self.synchronization, self.aggregation, mode] for mode in Mode
+        }
         #: Names this variable when ranks compare their calls; names need not be unique.
         self._key: str = f"{self.name} (variable {registry.made})"
-        #: The variable in whose `colocate_vars_with` block this one was created, if any.
-        self._colocated_with: Variable | None = registry.colocated_with[-1] if registry.colocated_with else None
         registry.add(self)
 
     __hash__ = object.__hash__  # by identity: a variable may be a key, although == compares elements
@@ -507,9 +482,6 @@ class Variable(ArrayLike, Settable):
         return self.local_view
 
     # ---------------------------------------------------------------------------------------------- writing
-
-    def _assigned(self, new: str, operator: str = "") -> str:
-        return {"add": "v.assign_add(x)", "subtract": "v.assign_sub(x)"}.get(operator, f"v.assign({new})")
 
     def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Write `value` and return the variable.
@@ -658,11 +630,9 @@ def converted(array: Array, dtype: np.dtype[Any], where: str) -> Array:
         raise misfit(array, dtype, where)
     with np.errstate(over="ignore", invalid="ignore"):
         result = array.astype(dtype)
-    if integers and dtype.kind in "iu":
-        fits = np.array_equal(result.astype(object), array.astype(object))
-    else:
-        fits = np.array_equal(np.isfinite(array), np.isfinite(result))
-    if not fits:
+    are_whole = integers and dtype.kind in "iu"
+    before, after = (x.astype(object) if are_whole else np.isfinite(x) for x in (array, result))
+    if not np.array_equal(before, after):
         raise DTypeError.at(where, found=f"{array}", expected=f"numbers that {dtype_name(dtype)} can hold")
     return result
 
@@ -696,7 +666,7 @@ def _check_place(synchronization: VariableSynchronization, aggregation: Variable
         )
 
 
-def _checked_dtype(dtype: Any, aggregation: VariableAggregation) -> np.dtype[Any]:
+def _checked_dtype(dtype: Any, is_mean: bool) -> np.dtype[Any]:
     """Return a dtype.
 
     Raises:
@@ -709,7 +679,11 @@ def _checked_dtype(dtype: Any, aggregation: VariableAggregation) -> np.dtype[Any
         raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
     if parsed.hasobject or parsed.kind in "SU":
         raise DTypeError.at("Variable", found=f"dtype {parsed}", expected="a numeric or bool dtype")
-    if aggregation is VariableAggregation.MEAN and parsed.kind != "f" and not is_bfloat16(parsed):
-        found = f"aggregation=MEAN of dtype {dtype_name(parsed)}"
-        raise OptionError.at("Variable", found=found, expected="a floating dtype", fix="Use SUM.")
+    if is_mean and parsed.kind != "f" and not is_bfloat16(parsed):
+        raise OptionError.at(
+            "Variable",
+            found=f"aggregation=MEAN of dtype {dtype_name(parsed)}",
+            expected="a floating dtype",
+            fix="Use SUM.",
+        )
     return parsed

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 import mpistrategy as ms
 from mpistrategy.cli.bench import shapes
-from mpistrategy.mpi.interface.gpu_transport import device_paths
+from mpistrategy.mpi.interface.gpu_transport import chosen_path
 from mpistrategy.options import GPU_PATH
 
 try:
@@ -99,9 +99,9 @@ def on_path(path: str) -> Figures:
     figures: Figures = {}
     with ms.MirroredStrategy("gpu" if path == "nccl" and WORLD.size > 1 else "shared") as strategy:
         sums(strategy, cupy.ones(1024, "float32"))()
-        paths = device_paths(strategy.extended.communicator)
-        if path not in paths.by_name:
-            raise NotHereError("; ".join(paths.reasons.values()))
+        chosen = chosen_path(strategy.extended.communicator)
+        if chosen.path is None or chosen.path.name != path:
+            raise NotHereError(chosen.reason)
         for nbytes in SIZES:
             array = cupy.ones(nbytes // 4, "float32")
             assert float(sums(strategy, array)().sum()) == WORLD.size * array.size, "a wrong sum"

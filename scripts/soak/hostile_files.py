@@ -1,7 +1,7 @@
 """Reads files and settings that were made up to harm: each ends in an error of ours, or well; at once.
 
 Checkpoints (bytes that are flipped, cut, moved and put in; manifests and headers that lie, with checksums that are
-right), .npz and .npy files, manifests with partial=True, thresholds, and environment variables of jobs.
+right), manifests with partial=True, thresholds, and environment variables of jobs.
 `errors that are not ours` are Python's own, and changes that a refused checkpoint made.
 """
 

@@ -64,7 +64,7 @@ def saved_by_child(value, kill_at):
         changes = itertools.count(1)
 
         def watcher(what, name):
-            if kill_at in (next(changes), what) or name.endswith(f"-> {kill_at}"):
+            if kill_at in (next(changes), f"{what} {name}") or name.endswith(f"-> {kill_at}"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         checkpoint_files.watcher = watcher
@@ -87,7 +87,7 @@ for kill_at in range(1, 200):
         break
     kills += 1
 if kind == "overwrite":  # one that was replaced is left; and the next job ends when it has moved its own one away
-    assert not saved_by_child(300, "unlink")
+    assert not saved_by_child(300, "unlink manifest.json")
     assert not saved_by_child(301, "c")
     assert run_replicas(lambda: program(0, False), 1) == [300.0]
     assert saved_by_child(302, 0)

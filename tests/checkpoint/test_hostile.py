@@ -13,8 +13,8 @@ import random
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from replicas import RANK, SIZE, long_lane, outcomes, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint import arrays as checkpoint_arrays
 from mpistrategy.checkpoint.storage.manifest import NAME, VERSION, with_head
 from mpistrategy.checkpoint.storage.shards import shard_name
 
@@ -256,20 +255,17 @@ def test_what_a_checkpoint_says_does_not_steer_the_terminal(tmp_path: Path) -> N
     steer = "\x1b]0;owned\x07\u202e"
 
     def lie(content: Any) -> None:
-        content["layout"] = {f"{steer}key": [{"x": steer}, 1.5, None]}
+        content |= {"layout": {f"{steer}key": [{"x": steer}, 1.5, None]}, "written_by": "1\x1b[2J"}
         content["items"][f"{steer}name"] = content["items"]["words"]
         content["names"].append(f"{steer}name")
-        content["written_by"] = "1\x1b[2J"
 
     rewritten(tmp_path / "c", lie)
     with pytest.raises(ms.errors.CheckpointMismatchError) as caught:
         program.checkpoint.restore(tmp_path / "c")
-    assert str(caught.value).replace("\n", "").isprintable()
     restored = program.checkpoint.restore(tmp_path / "c", partial=True)
-    assert restored.written_by == "1\\x1b[2J"
-    (left_out,), (note, *_) = restored.left_out, restored.notes
-    assert left_out == "\\x1b]0;owned\\x07\\u202ename"
-    assert note.isprintable()
+    shown = [str(caught.value).replace("\n", ""), restored.written_by, *restored.left_out, *restored.notes]
+    assert len(shown) > 3
+    assert all(map(str.isprintable, shown))
 
 
 # ------------------------------------------------------------------------------------------------ files of arrays
@@ -281,74 +277,28 @@ def safetensors(header: Any, data: bytes = bytes(8)) -> bytes:
 
 
 def entry(dtype: Any = "F64", shape: Any = (1,), places: Any = (0, 8)) -> Any:
-    return {"a": {"dtype": dtype, "shape": shape, "data_offsets": places}}
+    return {"x": {"dtype": dtype, "shape": shape, "data_offsets": places}}
 
 
-def npy(shape: str, dtype: str = "<f8") -> bytes:
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
-    return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text
-
-
+RIGHT = safetensors(entry())
 HEADERS: list[Any] = [
-    [], 5, {"a": 5}, entry(places=[0, 9]), entry(places=[8, 0]), entry(dtype=5), entry(shape=[-1]), entry(shape=[True]),
+    [], 5, {"x": 5}, entry(places=[0, 9]), entry(places=[8, 0]), entry(dtype=5), entry(shape=[-1]), entry(shape=[True]),
     entry(shape="x"), entry(places=[0]), entry(shape=[1] * 65), entry(places=[4, 8]), entry(places=[0, 4]),
-    entry() | {"b": entry()["a"]},
+    entry() | {"b": entry()["x"]},
 ]  # fmt: skip
+LENGTHS = [n.to_bytes(8, "little") + RIGHT[8:] for n in (2**63, 10**8 + 1, len(RIGHT) - 14, len(RIGHT) - 17)]
 
 
 @one_rank
-def test_headers_of_safetensors(tmp_path: Path) -> None:
-    file, right = tmp_path / "x.safetensors", safetensors(entry())
-    length = len(right) - 16
-    lengths = [n.to_bytes(8, "little") + right[8:] for n in (2**63, 10**8 + 1, length + 2, length - 1)]
-    bombs = [pickle.dumps(Bomb()), b"", b"\0" * 8]
-    for data in (*map(safetensors, HEADERS), *lengths, *bombs):
-        file.write_bytes(data)
-        with pytest.raises(errors.CheckpointDamagedError):
-            ms.Checkpoint.arrays(file)
-    many = {f"layers.{number}.weight": entry("U8", (1,), (number, number + 1))["a"] for number in range(20_000)}
-    file.write_bytes(safetensors(many, bytes(20_000)))
-    assert len(ms.Checkpoint.arrays(file)) == 20_000
-
-
-@one_rank
-def test_files_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.save(tmp_path / "b.npy", np.array([Bomb()]), allow_pickle=True)
-    (tmp_path / "b.npz").write_bytes(pickle.dumps(Bomb()))
-    np.savez(tmp_path / "bit.npz", a=np.zeros(1000))
-    changed(tmp_path / "bit.npz", lambda data: flipped(data, 8 * 4000))
-    for name in ("b.npy", "b.npz", "bit.npz"):
-        with pytest.raises(errors.CheckpointDamagedError):
-            ms.Checkpoint.arrays(tmp_path / name)
-    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("a.npy", npy("(12000000,)", "|u1") + bytes(12_000_000))
-    assert ms.Checkpoint.arrays(tmp_path / "x.npz")["a"].nbytes == 12_000_000
-    monkeypatch.setattr(checkpoint_arrays, "_SMALL_BYTES", 10_000_000)
-    with pytest.raises(ms.errors.CheckpointDamagedError, match="far too much"):
-        ms.Checkpoint.arrays(tmp_path / "x.npz")
-
-
-@one_rank
-def test_arrays_are_mapped_and_may_be_written_to(tmp_path: Path) -> None:
-    arrays = {"a": np.arange(12.0).reshape(3, 4), "b": np.ones(5, np.int8), "c": np.asfortranarray(np.ones((2, 3)))}
-    np.savez(tmp_path / "x.npz", **arrays)
-    np.savez_compressed(tmp_path / "y.npz", **arrays)
-    np.save(tmp_path / "x.npy", arrays["c"])
+def test_shards_that_lie(tmp_path: Path) -> None:
+    """With a checksum that is right."""
     with ms.OneDeviceStrategy("CPU:0").scope():
-        ms.Checkpoint(**arrays, odd=np.ones(3, bool), wide=np.ones(3, np.longdouble)).save(tmp_path / "c")
-    for name in ("x.npz", "y.npz", "c"):
-        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-        found = ms.Checkpoint.arrays(tmp_path / name)
-        for key, array in arrays.items():
-            assert found[key].tolist() == array.tolist()
-            assert found[key].flags.writeable
-            assert found[key].flags.aligned
-            found[key][...] = 7
-        assert {file: file.read_bytes() for file in before} == before
-    assert ms.Checkpoint.arrays(tmp_path / "x.npy")[""].flags.f_contiguous
-    odd = ms.Checkpoint.arrays(tmp_path / "c" / shard_name(0))["odd"]
-    shutil.rmtree(tmp_path / "c")
-    assert odd.tolist() == [True] * 3, "what is mapped outlives its file"
+        ms.Checkpoint(x=np.zeros(1)).save(tmp_path / "c")
+    for data in (RIGHT, *map(safetensors, HEADERS), *LENGTHS, pickle.dumps(Bomb()), b"", b"\0" * 8):
+        (tmp_path / "c" / shard_name(0)).write_bytes(data)
+        hostile.sign(tmp_path / "c", hostile.body_of(tmp_path / "c"))
+        with pytest.raises(errors.CheckpointDamagedError) if data != RIGHT else nullcontext():
+            assert ms.Checkpoint.arrays(tmp_path / "c")["x"].tolist() == [0]
 
 
 # ------------------------------------------------------------------------------------------------ large ones
@@ -364,11 +314,11 @@ import hostile
 
 path = Path(sys.argv[1])
 program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
-reads = [lambda: max(array.nbytes for array in ms.Checkpoint.arrays(path).values())]
-if path.is_dir():
-    reads.append(lambda: program.checkpoint.restore(path).path)
-    reads.append(lambda: program.checkpoint.restore(path, partial=True).path)
-for read in reads:
+for read in (
+    lambda: max(array.nbytes for array in ms.Checkpoint.arrays(path).values()),
+    lambda: program.checkpoint.restore(path).path,
+    lambda: program.checkpoint.restore(path, partial=True).path,
+):
     began = time.monotonic()
     try:
         said = "fine " + str(read())
@@ -380,22 +330,6 @@ for read in reads:
 """
 GIB = 2**30
 LISTS = b"[%s1]" % (b"[]," * 22_000_000)
-WIDE_STATE = {
-    "dict": [["bit_generator", "MT19937"], ["state", {"tuple": ["ndarray", "<U100000000", ["a"] * 1000]}]],
-}
-
-
-def sparse(path: Path, head: bytes, size: int) -> None:
-    path.write_bytes(head)
-    os.truncate(path, size)
-
-
-def zeros(path: Path) -> None:
-    """Write a .npz file of 1 MiB with 1,000 MiB of zeros."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a.npy", "w") as member:
-        member.write(npy(f"({1000 * 2**20},)", "|u1"))
-        for _ in range(1000):
-            member.write(bytes(2**20))
 
 
 def bigger_shard(path: Path) -> None:
@@ -404,42 +338,28 @@ def bigger_shard(path: Path) -> None:
     os.truncate(path / shard_name(0), 40 * GIB)
 
 
-#: The file of arrays, or "" for the folder of a checkpoint; what makes it; a word of what is said.
-LARGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "40 GiB of nothing": (
-        "x.safetensors",
-        lambda p: sparse(p, (h := safetensors(entry("U8", [40 * GIB], [0, 40 * GIB]), b"")), len(h) + 40 * GIB),
-        f"fine {40 * GIB}",
-    ),
-    "a header of 90 MB": ("x.safetensors", lambda p: p.write_bytes(safetensors({"a": "x" * 90_000_000})), "Damaged"),
-    "a header of 64 MiB of lists": (
-        "x.safetensors", lambda p: p.write_bytes(len(LISTS).to_bytes(8, "little") + LISTS), "Damaged"
-    ),
-    "a sparse header": ("x.safetensors", lambda p: sparse(p, (2**26).to_bytes(8, "little"), 2**26 + 8), "Damaged"),
-    "a header of 2^60 bytes": (
-        "x.safetensors", lambda p: sparse(p, (2**60).to_bytes(8, "little"), 40 * GIB), "Damaged"
-    ),
-    "40 GiB that are not there": ("x.npy", lambda p: p.write_bytes(npy("(5368709120,)")), "Damaged"),
-    "40 GiB of nothing in .npy": (
-        "x.npy", lambda p: sparse(p, (h := npy("(5368709120,)")), len(h) + 40 * GIB), f"fine {40 * GIB}"
-    ),
-    "a shape that overflows": ("x.npy", lambda p: p.write_bytes(npy(f"({2**63 - 1}, {2**63 - 1})")), "Damaged"),
-    "a bomb": ("x.npz", zeros, "Damaged"),
-    "an expression for a shape": ("x.npy", lambda p: p.write_bytes(npy("(" + "-" * 5000 + "1,)")), "Damaged"),
-    "a manifest of 64 MiB of lists": ("", lambda p: (p / NAME).write_bytes(with_head(LISTS)), "Damaged"),
+def large_header(path: Path) -> None:
+    """Make a shard that is a header of lists, with a checksum that is right."""
+    (path / shard_name(0)).write_bytes(len(LISTS).to_bytes(8, "little") + LISTS)
+    hostile.sign(path, hostile.body_of(path))
+
+
+#: What damages a checkpoint, and a word of what is said.
+LARGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a manifest of 64 MiB of lists": (lambda p: (p / NAME).write_bytes(with_head(LISTS)), "Damaged"),
     "a manifest of 20 MB of numbers": (
-        "", lambda p: (p / NAME).write_bytes(with_head(b"[" + b"1000," * 4_100_000 + b"1]")), "Damaged"
+        lambda p: (p / NAME).write_bytes(with_head(b"[" + b"1000," * 4_100_000 + b"1]")), "Damaged"
     ),
-    "a manifest of 200 MB": ("", lambda p: (p / NAME).write_bytes(with_head(b'"%s"' % (b"x" * 2 * 10**8))), "Damaged"),
-    "a sparse manifest": ("", lambda p: os.truncate(p / NAME, 40 * GIB), "Damaged"),
-    "a sparse shard": ("", lambda p: os.truncate(p / shard_name(0), 40 * GIB), "Damaged"),
-    "a shard that is as large as it should be": ("", bigger_shard, "Damaged"),
-    "a shape of 2^45 numbers": ("", lambda p: rewritten(p, lambda c: item(c, "progress/kept", 3, [2**42])), "Damaged"),
-    "a list of very many": ("", lambda p: rewritten(p, lambda c: item(c, "nest/x", 5, 10**15)), "Checkpoint"),
-    "a wide state": ("", lambda p: rewritten(p, lambda c: item(c, "old", 6, [WIDE_STATE])), "Checkpoint"),
+    "a manifest of 200 MB": (lambda p: (p / NAME).write_bytes(with_head(b'"%s"' % (b"x" * 2 * 10**8))), "Damaged"),
+    "a sparse manifest": (lambda p: os.truncate(p / NAME, 40 * GIB), "Damaged"),
+    "a header of 64 MiB of lists": (large_header, "Damaged"),
+    "a sparse shard": (lambda p: os.truncate(p / shard_name(0), 40 * GIB), "Damaged"),
+    "a shard that is as large as it should be": (bigger_shard, "Damaged"),
+    "a shape of 2^45 numbers": (lambda p: rewritten(p, lambda c: item(c, "progress/kept", 3, [2**42])), "Damaged"),
+    "a list of very many": (lambda p: rewritten(p, lambda c: item(c, "nest/x", 5, 10**15)), "Checkpoint"),
 }  # fmt: skip
 #: These take seconds of a core; smaller ones of their kinds are tried in the short lane, too.
-SLOW = ("a bomb", "a manifest of 200 MB", "a manifest of 64 MiB of lists")
+SLOW = ("a manifest of 200 MB", "a manifest of 64 MiB of lists")
 
 
 @pytest.mark.slow
@@ -447,10 +367,9 @@ SLOW = ("a bomb", "a manifest of 200 MB", "a manifest of 64 MiB of lists")
 @pytest.mark.parametrize("what", [pytest.param(what, marks=long_lane if what in SLOW else ()) for what in LARGE])
 def test_large_files(tmp_path: Path, what: str) -> None:
     """Read in a process of its own, quickly and without much memory."""
-    name, make, word = LARGE[what]
-    path = tmp_path / (name or "c")
-    if not name:
-        hostile.Program(ms.OneDeviceStrategy("CPU:0")).checkpoint.save(path)
+    make, word = LARGE[what]
+    path = tmp_path / "c"
+    hostile.Program(ms.OneDeviceStrategy("CPU:0")).checkpoint.save(path)
     make(path)
     done = subprocess.run(
         [sys.executable, "-c", MEASURED.format(tests=launching.HELPERS), str(path)],
@@ -462,19 +381,10 @@ def test_large_files(tmp_path: Path, what: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
-    for peak, seconds, said in lines if name else lines[1:]:
+    for peak, seconds, said in lines[1:]:
         assert int(peak) < MOST_MIB, f"{peak} MiB: {said}"
         assert float(seconds) < hostile.MOST_SECONDS, f"{seconds} s: {said}"
         assert word in said
-
-
-@one_rank
-def test_what_is_too_long_to_be_read_is_not_saved(tmp_path: Path) -> None:
-    with ms.OneDeviceStrategy("CPU:0").scope():
-        checkpoint = ms.Checkpoint(numbers=[[]] * 2**21)
-    with pytest.raises(ms.errors.OptionError, match="Keep long lists of numbers in arrays"):
-        checkpoint.save(tmp_path / "c")
-    assert os.listdir(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------------------ generators
@@ -494,7 +404,7 @@ NUMBERS = [
     ("MT19937", "pos", 10**8), ("MT19937", "pos", -1), ("MT19937", "pos", 625), ("RandomState", "pos", 10**8),
     ("RandomState", "pos", True), ("RandomState", "has_gauss", 2), ("Philox", "buffer_pos", -(10**8)),
     ("Philox", "buffer_pos", 5), ("Philox", "has_uint32", 7), ("PCG64", "has_uint32", -1), ("PCG64", "uinteger", 2**32),
-    ("MT19937", "pos", {"tuple": ["ndarray", "<u8", 10**8]}), ("RandomState", "a state of type tuple", None),
+    ("RandomState", "a state of type tuple", None),
 ]  # fmt: skip
 
 
@@ -509,8 +419,7 @@ def test_a_generator_that_points_elsewhere(tmp_path: Path, kind: str, name: str,
     checkpoint.save(tmp_path / "c")
     content = hostile.body_of(tmp_path / "c")
     if value is None:  # NumPy takes a tuple, too
-        key = {"tuple": ["ndarray", "<u4", [1] * 624]}
-        item(content, "rng", 6, [{"tuple": ["MT19937", key, 10**8]}])
+        item(content, "rng", 6, [{"tuple": ["MT19937", [1] * 624, 10**8]}])
     else:
         change_number(content["items"]["rng"][6][0], name, value)
     hostile.write_body(tmp_path / "c", content)
@@ -520,25 +429,6 @@ def test_a_generator_that_points_elsewhere(tmp_path: Path, kind: str, name: str,
 
 
 # ------------------------------------------------------------------------------------------------ links
-
-
-@one_rank
-@pytest.mark.parametrize("ending", ["npy", "npz", "safetensors"])
-def test_a_file_of_arrays_may_be_named_by_a_link(tmp_path: Path, ending: str) -> None:
-    file = tmp_path / f"x.{ending}"
-    {"npy": np.save, "npz": np.savez, "safetensors": lambda path, _: path.write_bytes(safetensors(entry()))}[ending](
-        file, np.zeros(1)
-    )
-    (tmp_path / f"first.{ending}").symlink_to(f"second.{ending}")
-    (tmp_path / f"second.{ending}").symlink_to(file)
-    (array,) = ms.Checkpoint.arrays(tmp_path / f"first.{ending}").values()
-    assert array.tolist() == [0]
-    (tmp_path / f"circle.{ending}").symlink_to(f"circle.{ending}")
-    with pytest.raises(errors.CheckpointDamagedError, match=r"a symbolic link"):
-        ms.Checkpoint.arrays(tmp_path / f"circle.{ending}")
-    (tmp_path / f"nowhere.{ending}").symlink_to("none")
-    with pytest.raises(errors.CheckpointMissingError):
-        ms.Checkpoint.arrays(tmp_path / f"nowhere.{ending}")
 
 
 @one_rank

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,15 +47,13 @@ def rank(number: int, **others: Any) -> Facts:
         "threads_source": "OMP_NUM_THREADS=2",
         "room_free": 4000 * MIB,
         "room_of": "the node's memory, 4096.0 MiB",
-        "start_seconds": 0.6,
-        "home": "/opt/venv",
         "sight": Sight(host=f"node{node + 1}", reason="CuPy is not installed", fix="pip install it").text(),
         "network": "verbs",
     }
     return facts.UNKNOWN | well | others
 
 
-def job(change: Callable[[Facts], Facts] = lambda each: each, ranks: int = 4, **others: Any) -> Job:
+def job(change: Callable[[Facts], Facts] = lambda facts_of_rank: facts_of_rank, ranks: int = 4, **others: Any) -> Job:
     """A job, and what is wrong with it."""
     well: dict[str, Any] = {"wanted_ranks": ranks, "sums_right": True}
     return Job([change(rank(number)) for number in range(ranks)], **{**well, **others})
@@ -96,11 +92,12 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         job(on(ALL, **SINGLE), 1), "launch", BAD, ["4 programs of one rank each"], "srun --mpi=pmi2", set(),
     ),
     "the launcher's PMI is none": (
-        job(on(ALL, **SINGLE), 1), "pmi", BAD, ["srun offers none", "MPICH 5.0.2 speaks PMI"], "srun --mpi=pmi2", set(),
+        job(on(ALL, **SINGLE), 1), "launch", BAD, ["it offers no PMI, and MPICH 5.0.2 speaks PMI"], "SLURM_MPI_TYPE",
+        set(),
     ),
     "the wrong PMI": (
         job(on(ALL, **SINGLE | {"pmi": ("PMI",), "library": "Open MPI v5.0.11", "built_for": "Open MPI"}), 1),
-        "pmi", BAD, ["srun offers PMI only", "Open MPI v5.0.11 speaks PMIx"], "srun --mpi=pmix", set(),
+        "launch", BAD, ["it offers PMI, and Open MPI v5.0.11 speaks PMIx"], "srun --mpi=list", set(),
     ),
     "a rank that does not answer": (
         job(missing=[3], patience=48), "launch", BAD, ["no answer from rank 3 of 4 within 48 s"], "hostname", {3},
@@ -110,10 +107,6 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "fewer ranks of Flux than wanted": (
         job(on(ALL, launcher="flux run"), wanted_ranks=8), "launch", BAD, ["where 8"], "Start 8: flux run -n 8", set(),
-    ),
-    "no PMIx from Flux": (
-        job(on(ALL, **SINGLE | {"launcher": "flux run", "library": "Open MPI v5.0.11", "built_for": "Open MPI"}), 1),
-        "pmi", BAD, ["flux run offers none", "speaks PMIx"], "flux run -o pmi=pmix", set(),
     ),
     "unequal mpistrategy": (
         job(on({2}, mpistrategy="0.0.9")), "versions", BAD,
@@ -135,10 +128,6 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         job(on(ALL, library="Open MPI v5.0.11")), "mpi", BAD, ["built for MPICH, and Open MPI v5.0.11 is loaded"],
         "--no-binary=mpi4py", ALL,
     ),
-    "MPI4PY_LIBMPI is not heeded": (
-        job(on({3}, wanted="/opt/cray/lib/libmpi.so.12")), "mpi", BAD, ["MPI4PY_LIBMPI=/opt/cray", "rank 3"],
-        "unset MPI4PY_LIBMPI", {3},
-    ),
     "no thread level": (
         job(on(ALL, thread_level="single")), "thread level", BAD, ["single", "against the rules"],
         "MPI4PY_RC_THREAD_LEVEL", set(),
@@ -156,7 +145,7 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "an Open MPI without room in /dev/shm": (
         job(on(ALL, library="Open MPI v5.0.11", built_for="Open MPI", network="verbs", shm_free=8 * MIB)),
-        "shared memory", BAD, ["8.0 MiB are free in /dev/shm on node1", "16 MiB for each rank"], "--shm-size", {0, 1},
+        "shared memory", BAD, ["8 MiB are free in /dev/shm on node1", "16 MiB for each rank"], "--shm-size", {0, 1},
     ),
     "ranks of a host that share no memory": (
         job(on({1}, leader=1)), "nodes", BAD,
@@ -164,7 +153,7 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "too many threads": (
         job(on(ALL, threads=64, threads_source="no OMP_NUM_THREADS is set")), "cores", BAD,
-        ["128 threads", "4 cores on node1", "no OMP_NUM_THREADS is set"], "export OMP_NUM_THREADS=2", {0, 1},
+        ["128 threads", "4 cores on node1: 2 ranks", "no OMP_NUM_THREADS is set"], "export OMP_NUM_THREADS=2", {0, 1},
     ),
     "all ranks on one core": (
         job(on(ALL, cores=(0,), threads=1)), "cores", BAD, ["2 ranks share 1 core on node1, which has 4"],
@@ -174,13 +163,9 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         job(on(ALL, cores=(0,), threads=1, machine_cores=1)), "cores", NOTE, ["take turns"], "at most 1 ranks", {0, 1},
     ),
     "too little memory": (
-        job(on({2, 3}, room_free=60 * 2**10)), "shared memory", BAD,
-        ["0.1 MiB are free (the node's memory, 4096.0 MiB) on node2; the strategies of 2 ranks share ", "no room"],
+        job(on({2, 3}, room_free=17 * MIB)), "shared memory", NOTE,
+        ["17 MiB are free (the node's memory, 4096.0 MiB) on node2; the strategies of 2 ranks share ", "no room"],
         "--mem", {2, 3},
-    ),
-    "little memory": (
-        job(on(ALL, room_free=17 * MIB)), "shared memory", NOTE, ["or too little for large arrays"], "--memory",
-        {0, 1},
     ),
     "hidden GPUs": (
         job(on(ALL, gpu_devices=4, gpus_promised=4, visible="")), "gpus", BAD,
@@ -206,12 +191,8 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         ["not tried", "no mpiexec is here"], "MPISTRATEGY_CUDA_AWARE", set(),
     ),
     "not CUDA-aware": (
-        job(seeing(*BOTH, cuda_refused="MPICH 5.0.2 says that it has no CUDA")), "cuda-aware", NOTE,
+        job(seeing(*BOTH, cuda_refused="MPICH 5.0.2 does not say so")), "cuda-aware", NOTE,
         ["without NCCL arrays travel through the host (staged)"], "module", set(),
-    ),
-    "a slow file system": (
-        job(on(ALL, start_seconds=48.0, home="/home/me/venv")), "start", NOTE,
-        ["imports took 48.0 s on rank 0 (node1)", "from /home/me/venv"], "mpistrategy slurm staged_env", {0},
     ),
     "wrong sums": (job(sums_right=False), "sums", BAD, ["came out wrong"], "another MPI", set()),
     "leftovers": (
@@ -231,7 +212,7 @@ def test_a_planted_fault_is_named_with_its_cure(fault: str) -> None:
     assert cure in found.fix, found
     assert set(found.ranks) == ranks, found
     assert "\n" not in found.found + found.fix
-    related = {"launch": "pmi", "pmi": "launch", "versions": "mpi", "mpi": "versions"}
+    related = {"versions": "mpi", "mpi": "versions"}
     bad = {each.check for each in catalog.examine(planted) if each.verdict == BAD}
     assert bad <= {check, related.get(check, check)}, "nothing else is bad"
 
@@ -253,7 +234,7 @@ def test_a_job_that_is_well(what: str) -> None:
     findings = catalog.examine(WELL[what])
     assert {each.verdict for each in findings if each.check == "mpi"} == {OK}, findings
     assert worst(findings) == OK or "unknown" in what or "for" in what, findings
-    assert len({each.check for each in findings}) >= 11
+    assert len({each.check for each in findings}) == 11
     assert as_text(WELL[what], findings).splitlines()[-1] == "Nothing is bad." or worst(findings) == BAD
 
 
@@ -265,17 +246,6 @@ def test_gpus_that_are_well() -> None:
     assert told["cuda-aware"].found.endswith("without NCCL arrays travel by MPI (mpi)")
     slower = catalog.examine(job(seeing(*BOTH), trial=Outcome("right", "two ranks", 1e9, 2e9)))
     assert any("through the host (staged)" in each.found for each in slower if each.check == "cuda-aware")
-
-
-def test_many_ranks_are_judged_quickly_and_told_shortly() -> None:
-    many = [
-        rank(n % 4, rank=n, size=4096, host=f"node{n // 4}", leader=n // 4 * 4,
-             cores=(n % 4,), threads=1, numpy="1.26.4" if n == 4000 else "2.4.6")
-        for n in range(4096)
-    ]  # fmt: skip
-    found = next(each for each in catalog.examine(Job(many, sums_right=True)) if each.check == "versions")
-    assert "2.4.6 on ranks 0-3999, 4001-4095; 1.26.4 on rank 4000 (node1000)" in found.found
-    assert found.ranks == (4000,)
 
 
 # ------------------------------------------------------------------------------------------------ the report
@@ -297,31 +267,16 @@ def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
     assert [each["mpistrategy"] for each in shown["facts"]] == ["0.1.0", "0.1.0", "0.0.9", "0.1.0"]
 
 
-def test_facts_show_no_variable_that_no_check_speaks_of() -> None:
-    harmless = {"SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "4"}
-    odd = {
-        "CUDA_VISIBLE_DEVICES": "SECRET-1", "OMP_NUM_THREADS": "SECRET-2", "SLURM_LOCALID": "SECRET-3",
-        "SLURM_STEP_NUM_TASKS": "SECRET-4", "MPI4PY_LIBMPI": "SECRET $(5)", "SLURM_GPUS_ON_NODE": "SECRET-6",
-        "PMI_SIZE": "SECRET-7", "PMI_RANK": "SECRET-8", "SLURM_JOB_NAME": "SECRET-9", "PYTHONPATH": "SECRET-10",
-    }  # fmt: skip
-    assert facts.of_this_process(harmless, 0.1)["visible"] == "0,1"
-    assert "SECRET" not in json.dumps(facts.of_this_process(odd, 0.1))
-
-
 # ------------------------------------------------------------------------------------------------ what is gathered
 
 
-@pytest.mark.parametrize(
-    ("environment", "offered"),
-    [
-        ({}, ()),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ()),
-        ({"PMI_RANK": "0", "PMI_FD": "7", "PMI_SIZE": "2", "PMI_JOBID": "17.0"}, ("PMI",)),
-        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.17.0"}, ("PMIx",)),
-    ],
-)
-def test_what_a_launcher_offers(environment: dict[str, str], offered: tuple[str, ...]) -> None:
-    assert facts.offered(environment) == offered
+def test_variables_say_what_a_launcher_offers_and_how_many_threads_there_are() -> None:
+    assert facts.offered({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}) == ()
+    assert facts.offered({"PMI_RANK": "0", "PMI_FD": "7", "PMI_SIZE": "2", "PMI_JOBID": "17.0"}) == ("PMI",)
+    assert facts.offered({"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.17.0"}) == ("PMIx",)
+    assert facts.blas_threads({}, 6) == (6, "no OMP_NUM_THREADS is set")
+    assert facts.blas_threads({"OMP_NUM_THREADS": "2,1", "MKL_NUM_THREADS": "3"}, 6) == (3, "MKL_NUM_THREADS=3")
+    assert facts.blas_threads({"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "3"}, 6) == (4, "OMP_NUM_THREADS=4")
 
 
 @pytest.mark.parametrize(
@@ -338,25 +293,6 @@ def test_the_network_is_what_the_process_has_open(opened: list[str], kind: str, 
         (tmp_path / str(number)).symlink_to(path)
     assert network.network(str(tmp_path)) == kind
     assert network.network(str(tmp_path / "missing")) == ""
-
-
-@pytest.mark.parametrize(
-    ("environment", "blas", "found"),
-    [
-        ({}, None, (6, "no OMP_NUM_THREADS is set")),
-        ({"MKL_NUM_THREADS": "3"}, None, (3, "MKL_NUM_THREADS=3")),
-        ({"OMP_NUM_THREADS": "2,1"}, None, (6, "no OMP_NUM_THREADS is set")),
-        ({"OMP_NUM_THREADS": "4"}, 5, (5, "OMP_NUM_THREADS=4")),
-    ],
-)
-def test_threads_of_linear_algebra(
-    environment: dict[str, str], blas: int | None, found: tuple[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where threadpoolctl is installed, it says what the libraries take; else the variables do."""
-    asked = [{"user_api": "blas", "num_threads": blas}, {"user_api": "openmp", "num_threads": 64}]
-    installed = None if blas is None else SimpleNamespace(threadpool_info=lambda: asked)
-    monkeypatch.setitem(sys.modules, "threadpoolctl", installed)
-    assert facts.blas_threads(environment, 6) == found
 
 
 def test_fabrics_are_seen(tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
-import os
 import pickle
-import pty
 import re
 import subprocess
 import sys
@@ -44,19 +42,9 @@ def test_the_list_has_every_page_with_its_title(capsys: pytest.CaptureFixture[st
     assert parts == list(pages.PARTS) == ["Start", "How to", "Explain", "Reference", "For developers"]
 
 
-@pytest.mark.parametrize(
-    ("page", "line"),
-    [
-        ("names", r"\| `ShapeError` \| \w.+ \|"),
-        ("names", r"\| `ReduceOp` \| \w.+ \|"),
-        ("command-line", r"usage: mpistrategy doctor .*"),
-        ("command-line", r"  --timeout SECONDS +how long .*"),
-    ],
-)
-def test_a_page_made_from_the_package_has_what_it_says(
-    capsys: pytest.CaptureFixture[str], page: str, line: str
-) -> None:
-    assert re.search(f"(?m)^{line}$", said(capsys, page))
+def test_pages_made_from_the_package_have_names_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"(?m)^\| `ReduceOp` \| \w.+ \|$", said(capsys, "names"))
+    assert re.search(r"(?m)^  --timeout SECONDS +how long .*$", said(capsys, "command-line"))
 
 
 def test_a_page_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,17 +55,19 @@ def test_a_page_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert "<!--" not in shown
     assert "strategy = ms.MirroredStrategy()" in shown
     assert said(capsys, "Concepts.md") == shown
+    assert said(capsys, "mpistrategy.errors.ShapeError") == said(capsys, "ShapeError")
 
 
-@pytest.mark.parametrize("name", sorted(reference.classes()))
-def test_every_error_and_warning_tells_its_cause_and_cure(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    shown = said(capsys, name.lower())
-    assert shown.startswith(f"# {name}\n\nIs also: ")
-    assert (reference.classes()[name].__doc__ or "?").splitlines()[0] in shown
-    if name not in ("MpiStrategyError", "CheckpointError"):  # bases
-        assert "\nCause: " in shown
-        assert "\nCure: " in shown
-    assert f"## {name}\n" in said(capsys, "errors")
+def test_every_error_and_warning_tells_its_cause_and_cure(capsys: pytest.CaptureFixture[str]) -> None:
+    page = said(capsys, "errors")
+    for name, kind in reference.classes().items():
+        shown = said(capsys, name.lower())
+        assert shown.startswith(f"# {name}\n\nIs also: ")
+        assert (kind.__doc__ or "?").splitlines()[0] in shown
+        if name not in ("MpiStrategyError", "CheckpointError"):  # bases
+            assert "\nCause: " in shown
+            assert "\nCure: " in shown
+        assert f"## {name}\n" in page
 
 
 def test_the_package_names_pages_that_exist() -> None:
@@ -86,10 +76,6 @@ def test_the_package_names_pages_that_exist() -> None:
     named = {name for text in texts for name in re.findall(r"`mpistrategy guide ([a-z-]+)`", text)}
     assert len(named) > 5
     assert sorted(named - pages.pages().keys()) == []
-
-
-def test_an_error_under_its_full_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "mpistrategy.errors.ShapeError") == said(capsys, "ShapeError")
 
 
 @pytest.mark.parametrize(
@@ -115,12 +101,6 @@ def test_a_word_that_is_nowhere(capsys: pytest.CaptureFixture[str], word: str) -
     assert ("expect_long" if word == "expect_lnog" else "--list") in told
 
 
-def test_headings_in_blocks_of_code_are_none() -> None:
-    page = pages.Page("x", "# Title\n\n## One\n\n```console\n# no heading\n```\n\n## Two\ntext\n")
-    assert [section.heading for section in page.sections()] == ["Title", "One", "Two"]
-    assert page.title == "Title"
-
-
 def test_links_become_what_can_be_typed() -> None:
     text = "![A rank](b.svg)\n[a](b-c.md#d), [x](#y), [z](https://example.org)\n\n"
     block = "```text\n[i](j.md) <!-- k -->\n```\n"
@@ -129,57 +109,18 @@ def test_links_become_what_can_be_typed() -> None:
     )
 
 
-def in_terminal(*command: str, without_rich: bool = False) -> str:
-    """Run a command in a terminal of 100 columns; return what it shows there."""
-    program = "import sys\nfrom mpistrategy.cli.main import main\n"
-    if without_rich:
-        program += "sys.modules['rich'] = None\n"
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm"}
-    command = (sys.executable, "-c", f"{program}sys.exit(main())", *command)
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as job:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # the terminal is closed
-                break
-            if not part:
-                break
-            shown += part
-    os.close(ours)
-    assert job.returncode == 0, shown
-    return shown.decode()
-
-
-def test_a_terminal_gets_it_rendered_and_plain_without_rich() -> None:
-    pytest.importorskip("rich")
-    rendered = in_terminal("guide", "concepts")
-    assert "\x1b[" in rendered
-    assert "# Concepts" not in rendered
-    assert "Concepts and words" in rendered
-    plain = in_terminal("guide", "concepts", without_rich=True)
-    assert "\x1b[" not in plain
-    assert plain.startswith("# Concepts and words")
-
-
-def test_the_guide_starts_no_mpi_and_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_guide_starts_no_mpi_and_needs_no_network_and_other_commands_load_no_pages() -> None:
+    """`mpistrategy run` imports the command on every rank."""
     program = (
         "import socket, sys\n"
         "socket.socket = None\n"
         "from mpistrategy.cli.main import main\n"
+        "assert 'mpistrategy.cli.guide.pages' not in sys.modules\n"
         "status = main(['guide', 'LaunchError'])\n"
         "assert 'mpi4py.MPI' not in sys.modules\n"
         "sys.exit(status)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
-
-
-def test_other_commands_load_no_pages() -> None:
-    """`mpistrategy run` imports the command on every rank."""
-    program = "import sys\nimport mpistrategy.cli.main\nassert 'mpistrategy.cli.guide.pages' not in sys.modules\n"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_an_error_names_its_entry_below_its_text() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slurm_scripts import FILES, script
-from slurm_statements import ARGUMENTS, PATHS, bad, good
+from slurm_statements import ARGUMENTS, PATHS, good
 
 from mpistrategy.cli import main
 from mpistrategy.cli.slurm import sites, values
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.one_rank
 SRUN = "srun: error: node1: task 1: "
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "slurm"
+REQUEUE = ROOT / "mpistrategy" / "cli" / "requeue.py"
 
 
 def text_of(template: str, **statement: Any) -> str:
@@ -109,7 +110,7 @@ def test_times_are_written_in_one_way(written: object, meant: str) -> None:
 
 
 @given(good())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @pytest.mark.slow
 def test_good_statements_give_scripts_that_a_shell_reads(case: tuple[str, dict[str, Any]]) -> None:
     template, statement = case
@@ -147,19 +148,6 @@ def test_no_text_makes_a_line_of_its_own(key: str, given_text: str) -> None:
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-@given(bad())
-@settings(max_examples=200, deadline=None)
-def test_bad_statements_are_refused(case: tuple[str, dict[str, Any]]) -> None:
-    template, statement = case
-    with pytest.raises(OptionError) as caught:
-        checked(template, statement)
-    text = str(caught.value)
-    assert text.startswith("mpistrategy slurm")
-    assert "found" in text
-    assert "expected" in text
-    assert text.isprintable()
-
-
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "multi_node", {"node": 2},
@@ -175,7 +163,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("multi_node", {"site": "frontier", "gpus_per_node": 1}, "found gpus_per_node=1; expected at most 0"),
     ("multi_node", {"site": "atlantis"}, "one of alps, aurora, frontier, jupiter, juwels, "),
     ("multi_node", {"site": "polaris", "qos": "debug"}, "found the key 'qos'"),
-    ("multi_node", {"site": "polaris", "bind_to": "none"}, "expected PALS under PBS alone, and no bind_to="),
     ("multi_node", {"site": "tacc", "mpi": "pmix"}, "found the key 'mpi'"),
     ("multi_node", {"site": "tacc", "memory": "64G"}, "no such key: tacc refuses jobs that have it"),
     ("multi_node", {"time": "1:30"}, "Slurm takes two numbers for minutes and seconds; write H:MM:SS."),
@@ -183,9 +170,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("multi_node", {"program": "$HOME/x.py"}, "Nothing is expanded but a leading ~/; write the whole path out."),
     ("multi_node", {"account": "a\nb"}, r"Take '\n' out."),
     ("single_node", {"output": "my logs/out.txt"}, "found output="),
-    ("single_node", {"constraint": "a b"}, "found constraint="),
     ("single_node", {"account": 'a" --x="'}, "found account="),
-    ("single_node", {"mpi": "a b"}, "found mpi="),
+    ("multi_node", {"nodes": 0}, "found nodes=0; expected a whole number from 1 on"),
+    ("multi_node", {"nodes": True}, "found nodes=True; expected a text"),
+    ("multi_node", {"gpus_per_node": "a100:"}, "expected a number, or a type and a number such as a100:4"),
+    ("multi_node", {"gpus_per_node": 65}, "expected at most 64 on a node"),
+    ("multi_node", {"exclusive": "maybe"}, "expected one of true, false"),
+    ("multi_node", {"arguments": "'open"}, "words as on a command line. No closing quotation."),
+    ("multi_node", {"venv": "~other/venv"}, "Nothing is expanded but a leading ~/"),
     ("chain", {"site": "tacc"}, "expected one of single_node, multi_node, array"),
     ("requeue", {"time": 2, "signal_lead": 120}, "less than the time limit"),
     ("many", {}, "expected one of single_node, multi_node, multi_node_mpirun"),
@@ -203,7 +195,6 @@ def test_refusals_say_what_to_do(template: str, statement: dict[str, Any], what:
         ("name = 'x'", "found the key 'name'; expected keys out of summary (str), notes (list)"),
         ("gpus = '4'", "found the key 'gpus'; expected keys out of "),
         ("requires = ['nobody']", "an unknown key 'nobody'"),
-        ('setup = ["a\\nb"]', "Take '\\n' out"),
         ("[defaults]\nnode = 1", "an unknown key 'node'"),
         ("[defaults]\nnodes = 0", "nodes=0"),
         ("summary =", "a file in TOML that can be read"),
@@ -255,7 +246,6 @@ def test_files_are_overwritten_with_force_only(
 ) -> None:
     path, link = tmp_path / "a job.sbatch", tmp_path / "link"
     assert command(capsys, "single_node", "-o", path) == (0, "", "")
-    path.chmod(0o750)
     link.symlink_to(path)
     status, _, told = command(capsys, "single_node", "time=5", "-o", path)
     assert (status, path.read_text()) == (2, written_to("'a job.sbatch'", "single_node"))
@@ -270,7 +260,7 @@ def test_files_are_overwritten_with_force_only(
     assert (status, path.read_text()) == (2, written_to("'a job.sbatch'", "single_node"))
     assert "No space left on device" in told
     assert command(capsys, "single_node", "time=5", "-o", link, "--force")[0] == 0
-    assert (path.read_text(), path.stat().st_mode & 0o777) == (written_to("link", "single_node", time=5), 0o750)
+    assert path.read_text() == written_to("link", "single_node", time=5)
     assert link.is_symlink()
     assert command(capsys, "single_node", "-o", tmp_path, "--force")[0] == 2
 
@@ -291,7 +281,7 @@ def test_all_files_are_written_at_once(capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], "name a template, or --list, or --all FOLDER"),
+        ([], "found no template; expected a template, or --list, or --all FOLDER"),
         (["multi_node", "nodes"], "found 'nodes'; expected each key once, as KEY=VALUE"),
         (["multi_node", "nodes=1", "nodes=2"], "found 'nodes' twice"),
         (["multi_node", "--from", "/there/is/none.toml"], "No such file"),
@@ -330,11 +320,6 @@ def test_select_gpu_gives_each_rank_its_own(tmp_path: Path) -> None:
     assert gpu(SLURM_LOCALID="a[$(id)]", CUDA_VISIBLE_DEVICES="0")[0] == 2
 
 
-def test_the_command_starts_no_mpi() -> None:
-    code = "import sys, mpistrategy.cli.main as c; c.main(['slurm', '--list']); sys.exit('mpi4py.MPI' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-
-
 # ------------------------------------------------------------------------------------- a shell runs it
 
 
@@ -345,7 +330,6 @@ def test_the_command_starts_no_mpi() -> None:
         ("true", "the program has not ended, whatever the launcher says; back to the queue", 75),
         ("echo stopped with status 75 >>$file; exit 75", "the program stopped with status 75; back to the queue", 75),
         ("exit 143", "the program stopped with status 143; back to the queue", 143),
-        ("exit 14", "the program stopped with status 14; back to the queue", 14),
         ("rm -f $file; exit 3", "the program failed with status 3; not requeued", 3),
         (
             "echo stopped >>$file; echo failed with X on rank 1: y >>$file; exit 143",
@@ -370,6 +354,7 @@ def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: 
     for name, text in {
         "srun": f"[[ $* != *1\\ true ]] || exit 0\nfile={file}; echo begun >$file\n{srun}",
         "scontrol": 'echo "scontrol $*"',
+        "python3": f'shift 3; exec {sys.executable} -I {REQUEUE} "$@"',  # it is quick
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -389,22 +374,25 @@ def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: 
 
 def test_a_copy_beside_the_script_needs_no_package(tmp_path: Path) -> None:
     """Where a container holds the package, and the node that runs the script has another Python."""
-    shutil.copy(ROOT / "mpistrategy" / "cli" / "requeue.py", tmp_path)
+    shutil.copy(REQUEUE, tmp_path)
     (tmp_path / "scontrol").write_text('#!/bin/bash\necho "scontrol $*"\n')
     (tmp_path / "scontrol").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    for launcher, status, told in (("exit 75", 75, "back to the queue\nscontrol requeue 7\n"), ("exit 3", 3, "")):
-        words = ["--", "bash", "-c", launcher]
+    for restarts, launcher, told in (
+        (9, "exit 75", "the program stopped with status 75; back to the queue\nscontrol requeue 7\n"),
+        (9, "exit 3", "the program failed with status 3; not requeued\n"),
+        (10, "exit 75", "not done after 10 restarts; not requeued\n"),
+    ):
         done = subprocess.run(
-            [sys.executable, "-I", "requeue.py", *words],
+            [sys.executable, "-I", "requeue.py", "--", "bash", "-c", launcher],
             cwd=tmp_path,
-            env=environment,
-            capture_output=True,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             check=False,
         )
-        assert done.returncode == status, done
-        assert done.stdout.decode().endswith(told), done
-    assert b"the program failed with status 3; not requeued" in done.stderr
+        assert done.returncode == int(launcher.split()[1]), done
+        assert done.stdout.endswith(told), done
 
 
 def test_a_file_of_a_chain_that_was_killed(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ AMENDMENTS = [
     ("", r"\.values\[0\]", ".numpy()"),
     ("", r"\.numpy\(\)", ".numpy().copy()"),
     ("value_container", r"\[tf.identity\(1.\), tf.identity\(4.\)\]", "[tf.identity(1.)] * env.n"),
-    ("colocate_vars_with", r"dev\(v\) == dev\(w\)", "w._colocated_with is v and x._colocated_with is v"),
+    ("colocate_vars_with", r"dev\(v\) == dev\(w\)", "w.strategy is v.strategy"),
     ("result_devices", r"v\.device", "env.strategy.extended.worker_devices[0]"),
     # Replica ids and answers of iterators are Python's here, and tensors there.
     ("", r"(\bctx|tf\.distribute\.get_replica_context\(\))\.replica_id_in_sync_group", "id_tensor()"),

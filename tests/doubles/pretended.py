@@ -20,8 +20,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
-from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
+from mpistrategy.mpi.shared_memory.segments import Fence, SharedMemory, no_fence
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 from mpistrategy.mpi.watchdog import alarm, group
 from mpistrategy.mpi.watchdog.group import Group
@@ -232,9 +232,7 @@ class RefusedError(Exception):
     """Raised instead of waiting."""
 
 
-def mailboxes_of_many(ranks: int, fence: Any = None, waiting: Waiting | None = None) -> list[Mailboxes]:
+def mailboxes_of(ranks: int, payload: int, fence: Fence = no_fence) -> list[Mailboxes]:
     """Return the mailboxes of ranks whose segments lie one behind the other, as in shared memory."""
-    size = 3 * 4096
-    block = np.zeros(ranks * size, np.uint8)
-    segments = tuple(block[rank * size : (rank + 1) * size] for rank in range(ranks))
-    return [Mailboxes(SharedMemory(segments, rank, True, fence), 2048, waiting or NoWaiting()) for rank in range(ranks)]
+    segments = tuple(np.zeros((ranks, segment_bytes(payload)), np.uint8))
+    return [Mailboxes(SharedMemory(segments, rank, True, fence), payload, NoWaiting()) for rank in range(ranks)]

@@ -45,9 +45,15 @@ def in_threads(change: str, do: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def held(change: str = "fsync") -> Iterator[threading.Event]:
-    """Stop threads that write before a change of a kind, until the event is set or the block is left."""
-    go = threading.Event()
-    with in_threads(change, lambda: go.wait(60)):
+    """Stop the first thread that writes before a change of a kind, until the event is set or the block is left."""
+    go, threads = threading.Event(), []
+
+    def hold() -> None:
+        threads.append(threading.current_thread())
+        if threads[0] is threading.current_thread():
+            go.wait(60)
+
+    with in_threads(change, hold):
         try:
             yield go
         finally:

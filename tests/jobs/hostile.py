@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
 import random
 import shutil
@@ -303,22 +302,6 @@ def mutate_checkpoint(path: Path, dice: random.Random) -> str:
     return f"{way} of {file.name}"
 
 
-def mutate_file_of_others(path: Path, dice: random.Random) -> Path:
-    """Write a .npz or .npy file that was changed; return it."""
-    arrays, text = (
-        {"a": np.arange(12.0).reshape(3, 4), "b": np.ones(5, np.int8), "c": np.array(["x", "yz"])},
-        io.BytesIO(),
-    )
-    ending = dice.choice(["npz", "npy"])
-    if ending == "npy":
-        np.save(text, arrays["a"])
-    else:
-        dice.choice([np.savez, np.savez_compressed])(text, **arrays)
-    file = path.with_suffix(f".{ending}")
-    file.write_bytes(mutated_bytes(text.getvalue(), dice))
-    return file
-
-
 def read_checkpoints(program: Program, saved: Path, count: int, dice: random.Random, *, partial: bool) -> Figures:
     """Restore `count` mutations of the checkpoint `saved` of a program, and look at their arrays.  Of one rank."""
     figures = Figures(f"mutated {'manifests with partial=True' if partial else 'checkpoint files'}")
@@ -332,10 +315,6 @@ def read_checkpoints(program: Program, saved: Path, count: int, dice: random.Ran
             content = body_of(path)
             write_body(path, mutated_json(content, dice))
             way = "manifest"
-        elif number % 8 == 7:
-            file = mutate_file_of_others(path, dice)
-            figures.add(f"number {number}, {file.suffix}", lambda f=file: _looked_at(ms.Checkpoint.arrays(f)))
-            continue
         else:
             way = mutate_checkpoint(path, dice)
         if number % 4 == 0:

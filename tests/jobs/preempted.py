@@ -5,6 +5,7 @@ mpiexec -n 3 python preempted.py FOLDER [--steps 20] [--tell STEP:RANK:SIGNAL[:l
 
 In FOLDER: `journal`, a line for each start ("from STEP"), step ("made STEP", by rank 0, before it can be saved) and
 checkpoint that it saves by itself ("saved STEP", once it is there); and `end-RANK.txt` once all steps are made.
+AT_FIRST in the environment has further options for the first start of a job of Slurm.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -61,7 +63,8 @@ def main() -> None:
     parser.add_argument("--tell", default="", help="STEP:RANK:SIGNAL, or ...:launcher, which hands it on")
     parser.add_argument("--after", default="", help="SECONDS:RANK; SIGUSR2, whatever that rank is at")
     parser.add_argument("--deaf", action="store_true", help="know nothing of signals")
-    given = parser.parse_args()
+    at_first = os.environ.get("AT_FIRST", "") if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else ""
+    given = parser.parse_args([*sys.argv[1:], *at_first.split()])
 
     strategy = ms.MirroredStrategy()
     rank = strategy.replica_id_in_sync_group

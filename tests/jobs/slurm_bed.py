@@ -3,7 +3,8 @@
 Needs root, Linux namespaces, iproute2, and Debian's packages slurm-wlm, munge and (for Open MPI under srun) libpmix2;
 `why_not` says what is missing.  GPUs are made up: devices that do nothing.  A node has its own name, address,
 processes, /dev/shm and `local` folder, and shares the rest of the file system, as nodes of a cluster
-share the home folders. What is in `local` is there again when a node comes back.
+share the home folders. What is in `local` is there again when a node comes back.  Its settings are those that job
+scripts meet on clusters: nodes are missed late, urgent jobs take nodes, jobs are requeued.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ from __future__ import annotations
 import glob
 import itertools
 import os
-import re
 import shutil
 import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "unshare", "nsenter", "setpriv")
@@ -29,7 +28,7 @@ SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "
 # What Slurm's plugin loads; Debian has it under this name only with libpmix-dev, or where somebody made the link.
 PMIX = glob.glob("/usr/lib/*/pmix2/lib/libpmix.so")
 _beds = itertools.count()
-PYXIS = Path(__file__).parents[1] / "doubles" / "pyxis_stand_in.c"
+CPUS, GPUS = 288, 4  # of each node, as many as job scripts of any cluster ask for
 
 NODE = """
 read -r _ # until the network is there
@@ -40,7 +39,7 @@ wait
 """
 
 
-def why_not(nodes: bool = True) -> str:
+def why_not() -> str:
     """Return why there can be no Slurm here; "" if there can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
     if missing:
@@ -48,9 +47,8 @@ def why_not(nodes: bool = True) -> str:
     if os.geteuid() != 0:
         return "starting a Slurm for tests needs root"
     probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"]
-    if nodes and subprocess.run(probe, capture_output=True, check=False).returncode:
-        return "this machine allows no namespaces"
-    return ""
+    done = subprocess.run(probe, capture_output=True, check=False)
+    return "this machine allows no namespaces" if done.returncode else ""
 
 
 @dataclass(frozen=True)
@@ -69,39 +67,16 @@ class Job:
 
 
 class SlurmBed:
-    """A running Slurm; a context manager.
+    """A running Slurm with two nodes; a context manager.
 
     Args:
         folder: for everything that belongs to it; its path must be short and without blanks.
-        nodes: how many nodes.
-        cpus: of each, made up.
-        gpus: of each, made up.
-        paper: whether the nodes are on paper only, for `sbatch --test-only`.
-        changed: further lines of slurm.conf, or other values for those that are there.
-        cgroups: what is written into cgroup.conf, for plugins that need it.
-        partitions: further ones, which have all nodes.
-        grace: of the jobs of the usual partition, in seconds, where those of the partition `urgent` take their nodes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        nodes: int = 2,
-        cpus: int = 4,
-        gpus: int = 2,
-        paper: bool = False,
-        changed: Mapping[str, object] | None = None,
-        cgroups: str = "",
-        partitions: Sequence[str] = (),
-        grace: int | None = None,
-    ) -> None:
-        self.folder, self.nodes, self.cpus, self.gpus, self.paper = folder, nodes, cpus, gpus, paper
-        self._changed, self._cgroups, self._grace = dict(changed or {}), cgroups, grace
-        self._partitions = tuple(partitions)
-        self.local = folder / "local"
-        self.conf = folder / "slurm.conf"
-        #: Whether srun has options of pyxis: it takes a C compiler.
-        self.has_pyxis = False
+    names = ("node1", "node2")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.local, self.conf = folder, folder / "local", folder / "slurm.conf"
         number = next(_beds)  # several of one process at the same time
         self._bridge = f"ms{os.getpid() % 10**7}{chr(97 + number % 10)}"
         self._subnet = f"10.{180 + os.getpid() % 40}.{(os.getpid() // 40 + 97 * number) % 250}"
@@ -120,9 +95,7 @@ class SlurmBed:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -176,11 +149,11 @@ class SlurmBed:
 
     def unplug(self, name: str) -> None:
         """Let nothing that a node sends arrive, nor anything that is sent to it; nobody is told."""
-        _sh("ip", "link", "set", self._port(self._names.index(name) + 1), "down")
+        _sh("ip", "link", "set", self._port(self.names.index(name) + 1), "down")
 
     def plug(self, name: str) -> None:
         """Connect a node again."""
-        _sh("ip", "link", "set", self._port(self._names.index(name) + 1), "up")
+        _sh("ip", "link", "set", self._port(self.names.index(name) + 1), "up")
 
     def cut(self, name: str, silently: bool = False) -> None:
         """Make a node be gone at once, with all that runs on it; Slurm misses it after SlurmdTimeout.
@@ -201,7 +174,7 @@ class SlurmBed:
 
     def revive(self, name: str) -> None:
         """Start a node again that has crashed."""
-        number = self._names.index(name) + 1
+        number = self.names.index(name) + 1
         for folder in (self.folder / f"spool-{name}", self.folder / name):
             shutil.rmtree(folder)  # what PMIx has left there would keep the same job from starting again
             folder.mkdir()
@@ -211,43 +184,35 @@ class SlurmBed:
     # ----------------------------------------------------------------------------------------- the start
 
     def _start(self) -> None:
-        of_nodes = [f"{kind}{name}" for kind in ("", "spool-", "disk-") for name in self._names]
+        of_nodes = [f"{kind}{name}" for kind in ("", "spool-", "disk-") for name in self.names]
         for name in ("state", "local", *of_nodes):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o755)
-        for number in range(self.gpus):
+        for number in range(GPUS):
             os.mknod(self.folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null
-        key = self.folder / "munge.key"
+        key, where = self.folder / "munge.key", self.folder
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
         prolog = self.folder / "prolog"  # process numbers repeat between nodes, and with them names in /tmp
         prolog.write_text(f'#!/bin/sh\necho "export TMPDIR={self.folder}/$SLURMD_NODENAME"\n')
         prolog.chmod(0o755)
-        self.has_pyxis = not self.paper and self._compile_pyxis()
         self._write_configuration()
-        where = self.folder
         self._spawn(
             "munged", "munged", "--force", "--foreground", f"--key-file={key}", f"--socket={where}/munge.socket",
             f"--pid-file={where}/munged.pid", f"--log-file={where}/munged.log", f"--seed-file={where}/munge.seed",
         )  # fmt: skip
         self.until((where / "munge.socket").exists, 20, "munge.socket")
         for left in Path("/sys/class/net").glob("ms[0-9]*"):  # by sessions that were killed
-            number = left.name[2:].rstrip("abcdefghij")
-            if number.isdigit() and not Path("/proc", number).exists():
+            number_of = left.name[2:].rstrip("abcdefghij")
+            if number_of.isdigit() and not Path("/proc", number_of).exists():
                 subprocess.run(["ip", "link", "del", left.name], capture_output=True, check=False)
-        if not self.paper:
-            _sh("ip", "link", "add", self._bridge, "type", "bridge")
-            _sh("ip", "addr", "add", f"{self._subnet}.254/24", "dev", self._bridge)
-            _sh("ip", "link", "set", self._bridge, "up")
+        _sh("ip", "link", "add", self._bridge, "type", "bridge")
+        _sh("ip", "addr", "add", f"{self._subnet}.254/24", "dev", self._bridge)
+        _sh("ip", "link", "set", self._bridge, "up")
         self._spawn("slurmctld", "slurmctld", "-D", "-c", "-i", "-f", str(self.conf))
-        if not self.paper:
-            for number, name in enumerate(self._names, 1):
-                self._start_node(number, name)
+        for number, name in enumerate(self.names, 1):
+            self._start_node(number, name)
         self.until(self.all_idle, 60, "idle nodes")
-
-    @property
-    def _names(self) -> list[str]:
-        return [] if self.paper else [f"node{number}" for number in range(1, self.nodes + 1)]
 
     def _start_node(self, number: int, name: str) -> None:
         process = self._spawn(
@@ -275,11 +240,11 @@ class SlurmBed:
     def all_idle(self) -> bool:
         """Return whether all nodes wait for jobs."""
         nodes = self.run("sinfo", "--partition=test", "--noheader", "--Node", "--format=%T").stdout.split()
-        return len(nodes) == self.nodes and set(nodes) <= {"idle", "idle~"}
+        return nodes == ["idle"] * len(self.names)
 
     def all_answer(self) -> bool:
         """Return whether a step starts on all nodes: one that has just come back may not take it at first."""
-        step = ("srun", f"--nodes={self.nodes}", "--ntasks-per-node=1", "--mpi=none", "--immediate=10", "true")
+        step = ("srun", f"--nodes={len(self.names)}", "--ntasks-per-node=1", "--mpi=none", "--immediate=10", "true")
         return self.run(*step).returncode == 0
 
     def _spawn(self, name: str, program: str, *arguments: str, stdin: bool = False) -> subprocess.Popen[bytes]:
@@ -298,46 +263,26 @@ class SlurmBed:
             )
         return self._processes[name]
 
-    def _compile_pyxis(self) -> bool:
-        compiler = shutil.which("gcc") or shutil.which("cc")
-        numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", self.run("slurmctld", "-V").stdout)
-        if compiler is None or numbers is None:
-            return False
-        major, minor, micro = map(int, numbers.groups())
-        library, version = self.folder / "pyxis.so", f"-DSLURM_VERSION={major << 16 | minor << 8 | micro:#x}"
-        command = [compiler, "-shared", "-fPIC", version, "-o", str(library), str(PYXIS)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            return False
-        (self.folder / "plugstack.conf").write_text(f"required {library}\n")
-        return True
-
     def _write_configuration(self) -> None:
-        host = socket.gethostname().partition(".")[0]
-        address = "127.0.0.1" if self.paper else f"{self._subnet}.254"
+        host, address = socket.gethostname().partition(".")[0], f"{self._subnet}.254"
+        addresses = {name: f"{self._subnet}.{number}" for number, name in enumerate(self.names, 1)}
         shape = (
-            f"CPUs={self.cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 "
-            f"RealMemory=64000 Feature=gpu,fast" + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
+            f"Port=17001 State=UNKNOWN CPUs={CPUS} Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS} ThreadsPerCore=1 "
+            f"RealMemory=64000 Feature=gpu,fast Gres=gpu:{GPUS}"
         )
-        first, everyone = _free_port(), f"node[1-{self.nodes}]"
-        if self.paper:
-            ports = f"[{30000}-{30000 + self.nodes - 1}]"
-            lines = [f"NodeName={everyone} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} {shape} State=CLOUD"]
-            gres = f"NodeName={everyone} Name=gpu Count={self.gpus}"
-        else:
-            lines = [
-                f"NodeName={name} NodeHostname={name} NodeAddr={self._subnet}.{number} Port=17001 {shape} State=UNKNOWN"
-                for number, name in enumerate(self._names, 1)
-            ]
-            gres = f"Name=gpu File={self.folder}/gpu[0-{self.gpus - 1}]"
-        (self.folder / "gres.conf").write_text("AutoDetect=off\n" + (f"{gres}\n" if self.gpus else ""))
-        (self.folder / "hosts").write_text(
-            f"127.0.0.1 localhost\n{address} {host}\n"
-            + "".join(f"{self._subnet}.{number} {name}\n" for number, name in enumerate(self._names, 1))
-        )
+        lines = [f"NodeName={name} NodeHostname={name} NodeAddr={at} {shape}" for name, at in addresses.items()]
+        usual = "Nodes=ALL MaxTime=INFINITE State=UP"
+        lines += [
+            f"PartitionName=test {usual} Default=YES OverSubscribe=NO GraceTime=4 PriorityTier=1",
+            f"PartitionName=urgent {usual} PriorityTier=10",
+        ]
+        (self.folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n")
+        hosts = {"localhost": "127.0.0.1", host: address} | addresses
+        (self.folder / "hosts").write_text("".join(f"{at} {name}\n" for name, at in hosts.items()))
         settings = {
             "ClusterName": "tests",
             "SlurmctldHost": f"{host}({address})",
-            "SlurmctldPort": first,
+            "SlurmctldPort": _free_port(),
             "SlurmUser": "root",
             "SlurmdUser": "root",
             "AuthInfo": f"socket={self.folder}/munge.socket,cred_expire=5",  # how long a requeued job waits
@@ -360,30 +305,18 @@ class SlurmBed:
             "GresTypes": "gpu",
             "MpiDefault": "none",
             "ReturnToService": 2,
-            "KillWait": 5,
+            "KillWait": 4,
             "MinJobAge": 3600,
             "InactiveLimit": 0,
-            "SlurmdTimeout": 0 if self.paper else 10,  # how soon a node that is gone is missed
+            "SlurmdTimeout": 300,  # how soon a node that is gone is missed: MPI and srun give up long before
+            "PreemptType": "preempt/partition_prio",
+            "PreemptMode": "REQUEUE",
+            "JobRequeue": 1,
             "MaxArraySize": 10001,
             "EnforcePartLimits": "ALL",
         }
-        if self.has_pyxis:
-            settings["PlugStackConfig"] = self.folder / "plugstack.conf"
-        if self.paper:  # nodes that are asleep are not asked whether they are there
-            settings |= dict.fromkeys(("SuspendProgram", "ResumeProgram"), "/bin/true") | {
-                "SuspendTime": 10**6,
-                "PrivateData": "cloud",
-            }
-        settings |= self._changed
-        lines = [f"{key}={value}" for key, value in settings.items()] + lines
-        usual = f"PartitionName=test Nodes={everyone} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
-        if self._grace is not None:
-            usual += f" GraceTime={self._grace} PriorityTier=1"
-            lines += [f"PartitionName=urgent Nodes={everyone} MaxTime=INFINITE State=UP PriorityTier=10"]
-        lines += [usual, *(f"PartitionName={name} Nodes={everyone} MaxTime=INFINITE" for name in self._partitions)]
-        if self._cgroups:
-            (self.folder / "cgroup.conf").write_text(f"CgroupAutomount=yes\nCgroupPlugin=cgroup/v1\n{self._cgroups}\n")
-        self.conf.write_text("\n".join(lines) + "\n")
+        text = [*(f"{key}={value}" for key, value in settings.items()), *lines]
+        self.conf.write_text("\n".join(text) + "\n")
 
 
 def _free_port() -> int:

@@ -31,18 +31,17 @@ NEEDS_SLURM = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"not 
 needs_srun = pytest.mark.skipif(
     launching.IS_OPEN_MPI and not slurm_bed.PMIX, reason="not run: Slurm's plugin for PMIx finds no libpmix.so"
 )
-
-
 # srun ends the ranks that are left when one has failed; and its status is the greatest of all ranks'.
 ENDED = (128 + 15, 128 + 9)
+STEPS, SAVE_EVERY = 40, 5
 
 
-def started(**options: Any) -> Iterator[SlurmBed]:
+def started() -> Iterator[SlurmBed]:
     folder = Path(tempfile.mkdtemp(prefix="ms-slurm-"))  # its path must be short, for sockets
     try:
         with contextlib.ExitStack() as stack:
             try:
-                bed = stack.enter_context(SlurmBed(folder, **options))
+                bed = stack.enter_context(SlurmBed(folder))
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 # Namespaces, but no bridges or devices in them, as in some containers.
                 pytest.skip(f"not run: Slurm does not start on this machine: {str(error)[:1000]}")
@@ -56,12 +55,11 @@ class User:
 
     def __init__(self, bed: SlurmBed, folder: Path) -> None:
         self.bed, self.folder = bed, folder
-        for path in (ROOT / "slurm").iterdir():
-            if path.is_file():
-                shutil.copy(path, folder)
+        for path in (*(ROOT / "slurm").glob("*.*"), ROOT / "tests" / "jobs" / "preempted.py"):
+            shutil.copy(path, folder)
         self.environment = launching.environment() | {
             "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "jobs"))),
             "PYTHONDONTWRITEBYTECODE": "1",
             "SLURM_MPI_TYPE": MPI_TYPE,
         }
@@ -73,27 +71,22 @@ class User:
         assert count == 1
         path.write_text(text)
 
-    def submit(self, file: str) -> str:
-        done = self.bed.run("sbatch", "--parsable", file, cwd=self.folder, env=self.environment)
+    def trains(self, file: str = "requeue.sbatch", *options: str, program: str = "preempted.py") -> None:
+        """Let a script run a training that writes down what it does."""
+        what = f"{program} . --pause 0.05 --steps {STEPS} --save-every {SAVE_EVERY}".split()
+        self.edit(file, *what, *options)
+
+    def submit(self, file: str, *options: str) -> str:
+        done = self.bed.run("sbatch", "--parsable", *options, file, cwd=self.folder, env=self.environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
-
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Call `mpistrategy slurm`."""
-        called = (sys.executable, "-m", "mpistrategy", "slurm", *arguments)
-        return self.bed.run(*called, cwd=self.folder, env=self.environment)
 
     def output(self, job: str) -> Path:
         return self.folder / f"mpistrategy-{job}.out"
 
-    def run(self, file: str) -> Job:
-        job = self.submit(file)
+    def run(self, file: str, *options: str) -> Job:
+        job = self.submit(file, *options)
         return self.bed.wait(job, self.output(job))
-
-    def tell(self, job: str) -> None:
-        """Send the signal that Slurm sends before the time is up; once the program is at work."""
-        self.says(job, " on ")
-        self.bed.run("scancel", "--batch", "--signal=USR2", job)
 
     def made(self, step: int) -> None:
         """Wait until preempted.py has made a step."""
@@ -101,9 +94,13 @@ class User:
         self.bed.until(lambda: path.exists() and f"made {step}\n" in path.read_text(), 60, f"step {step}", path)
 
     def says(self, job: str, what: str) -> None:
-        """Wait until example.py, or the script, has said something."""
+        """Wait until a program, or the script, has said something."""
         path = self.output(job)
         self.bed.until(lambda: path.exists() and what in path.read_text(), 60, f"{what!r}", path)
+
+    def ends(self) -> dict[str, bytes]:
+        """Return what each rank has written at the end: every number of its state, to the last bit."""
+        return {path.name: path.read_bytes() for path in sorted(self.folder.glob("end-*.txt"))}
 
 
 def twice(test: Callable[..., None]) -> Callable[..., None]:

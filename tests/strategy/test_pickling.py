@@ -74,25 +74,14 @@ def test_pickling_says_what_to_send_instead(strategy: ms.MirroredStrategy, what:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(errors.CopyError, match=rf"^copying or pickling .*{words}"):
             pickle.dumps(thing, protocol)
-    if what not in ("strategy", "fresh optimizer"):
+    if what != "strategy":
         with pytest.raises(errors.CopyError):
             copy.deepcopy(thing)
+    if what in ("iterator", "fresh optimizer"):  # a shallow copy would share its position, or its slots
+        with pytest.raises(errors.CopyError):
+            copy.copy(thing)
     if what == "handle":
         thing.wait()
-
-
-def test_what_could_be_copied_still_can(strategy: ms.MirroredStrategy) -> None:
-    other = copy.deepcopy(strategy)
-    assert other.num_replicas_in_sync == strategy.num_replicas_in_sync
-    with other.scope():
-        variable = ms.Variable(np.ones(2))
-    fresh = ms.optimizers.SGD(0.5, momentum=0.5)
-    twin = copy.deepcopy(fresh)
-    twin.learning_rate = 0.25
-    other.run(lambda: twin.apply_gradients([(np.full(2, float(RANK == 0)), variable)]))
-    assert variable.numpy().tolist() == [0.75, 0.75]
-    assert fresh.iterations is None
-    assert fresh.learning_rate == 0.5
 
 
 @pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])

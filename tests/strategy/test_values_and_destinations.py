@@ -104,7 +104,6 @@ def test_words_for_what_is_written_elsewhere(strategy: ms.Strategy) -> None:
         (lambda: ms.DistributionStrategy, AttributeError, "MirroredStrategy"),  # type: ignore[attr-defined]
     ]
     for call, error, word in words:
-        with strategy.scope(), pytest.raises(error, match=word) as refused:
+        with strategy.scope(), pytest.raises(error, match=word):
             call()
-        assert "Did you mean" not in str(refused.value)
     assert still_works(strategy)

@@ -60,13 +60,11 @@ def test_the_same_on_simulated_replicas(logger: logging.Logger) -> None:
     stream = io.StringIO()
     ms.telemetry.setup_logging(logger=logger, ranks="all", stream=stream, format="%(rank)d of %(size)d: %(message)s")
     logger.info("here")  # a format that says the rank itself
-    assert stream.getvalue() == f"{RANK} of {SIZE}: here\n"
-    stream.truncate(0)
-    stream.seek(0)
-    ms.telemetry.setup_logging(logger=logger, ranks="all", stream=stream, format="%(levelname)s %(message)s")
+    ms.telemetry.setup_logging(logger=logger, ranks="all", stream=stream)
     run_replicas(lambda: logger.warning("one\ntwo"), 2)
-    expected = "".join(f"[rank {rank}/2] {text}\n" for rank in (0, 1) for text in ("WARNING one", "two"))
-    assert stream.getvalue() == expected
+    time_and_name = r"\d\d:\d\d:\d\d WARNING mpistrategy.tests.log:"
+    expected = "".join(rf"\[rank {rank}/2\] {time_and_name} one\n\[rank {rank}/2\] two\n" for rank in (0, 1))
+    assert re.fullmatch(f"{RANK} of {SIZE}: here\n{expected}", stream.getvalue())
 
 
 def test_a_second_call_replaces_the_first_and_leaves_others(logger: logging.Logger) -> None:
@@ -81,28 +79,14 @@ def test_a_second_call_replaces_the_first_and_leaves_others(logger: logging.Logg
     assert logger.handlers == [third]
 
 
-def test_a_traceback_has_the_rank_in_every_line(logger: logging.Logger) -> None:
-    stream = io.StringIO()
-    ms.telemetry.setup_logging(logger=logger, ranks="all", stream=stream)
-    try:
-        raise ValueError("the reason")
-    except ValueError:
-        logger.exception("failed")
-    lines = stream.getvalue().splitlines()
-    assert len(lines) > 3
-    assert all(line.startswith(PREFIX) for line in lines)
-    assert re.search(r"\d\d:\d\d:\d\d ERROR mpistrategy.tests.log: failed$", lines[0])
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"level": "LOUD"}, ms.errors.OptionError),
         ({"level": 1.5}, ms.errors.OptionTypeError),
-        ({"ranks": "none"}, ms.errors.OptionTypeError),
+        ({"ranks": "none"}, ms.errors.OptionError),
         ({"ranks": [-1]}, ms.errors.OptionError),
-        ({"ranks": None}, ms.errors.OptionTypeError),
-        ({"logger": 3}, ms.errors.OptionTypeError),
+        ({"ranks": None}, ms.errors.OptionError),
     ],
 )
 def test_what_is_refused(options: dict[str, object], error: type[Exception]) -> None:

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from replicas import SIZE, context
 
 import mpistrategy as ms
-
-
-class Ranges(ModuleType):
-    """A double of the package nvtx: keeps what was pushed and popped."""
-
-    def __init__(self) -> None:
-        super().__init__("nvtx")
-        self.said: list[str] = []
-        self.depth = 0
-
-    def push_range(self, text: str) -> None:
-        self.said.append("  " * self.depth + text)
-        self.depth += 1
-
-    def pop_range(self) -> None:
-        self.depth -= 1
 
 
 def make_ranges(strategy: ms.Strategy) -> None:
@@ -39,18 +24,17 @@ def make_ranges(strategy: ms.Strategy) -> None:
 
 
 def test_ranges(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = Ranges()
-    monkeypatch.setitem(sys.modules, "nvtx", ranges)
-    made = ms.telemetry.nvtx()
-    assert made.source == ""
-    made.start()
-    assert made.source == "the package nvtx"
-    make_ranges(strategy)
-    made.stop()
+    said: list[str] = []
+    monkeypatch.setitem(
+        sys.modules, "nvtx", SimpleNamespace(push_range=said.append, pop_range=partial(said.append, ""))
+    )
+    with ms.telemetry.nvtx() as made:
+        assert made.source == "the package nvtx"
+        make_ranges(strategy)
     make_ranges(strategy)
     if SIZE > 1:
-        assert ranges.said == ["step step", "  load", "  ReplicaContext.all_reduce", "barrier"]
-    assert ranges.depth == 0
+        assert said == ["step step", "load", "", "ReplicaContext.all_reduce", "", "", "barrier", ""]
+    assert made.source == ""
 
 
 def test_without_the_package_there_is_one_warning(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:

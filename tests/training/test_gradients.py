@@ -37,24 +37,6 @@ def test_accumulation_sends_nothing(strategy: ms.Strategy) -> None:
     assert float(found[1]) == sum(2 * (r + 1) for r in RANKS)
 
 
-def test_one_reduction_of_four_steps_is_the_reduction_of_the_large_batch(strategy: ms.Strategy) -> None:
-    rows = np.random.default_rng(0).integers(-8, 8, (4, SIZE, 5)) / 4
-    with strategy.scope():
-        weights, other = ms.Variable(np.zeros(5)), ms.Variable(np.zeros(5))
-        accumulated, at_once = ms.optimizers.SGD(0.5, momentum=0.5), ms.optimizers.SGD(0.5, momentum=0.5)
-    accumulator = GradientAccumulator(4)
-
-    def step() -> None:
-        for number in range(4):
-            if (gradients := accumulator.add([rows[number, RANK]])) is not None:
-                accumulated.apply_gradients([(gradients[0], weights)])
-        at_once.apply_gradients([(rows[:, RANK].sum(axis=0), other)])
-
-    for _ in range(2):
-        strategy.run(step)
-    np.testing.assert_array_equal(weights, other)
-
-
 def test_it_starts_again_and_keeps_its_hands_off_what_it_was_given() -> None:
     accumulator = GradientAccumulator(2)
     given_first, given_then = np.ones(2), np.full(2, 2.0)

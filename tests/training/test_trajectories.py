@@ -137,33 +137,20 @@ def test_replicas_do_what_one_device_does_with_the_whole_batch(
 @pytest.mark.parametrize("dtype", [*FLOATS, BFLOAT16, np.dtype(np.complex64)], ids=str)
 def test_every_dtype_stays_what_it_is(strategy: ms.Strategy, name: str, dtype: Any) -> None:
     """Hyper-parameters are Python numbers: a float64 among them must not make the weights float64."""
-    variables = model(strategy, [((2, 2), dtype), ((), dtype)])
-    optimizer = OPTIMIZERS[name]()
-    optimizer.learning_rate = np.float64(0.5)
-    before = variables[0].local_copy()
+    narrow, shapes = np.dtype(dtype), ((2, 2), ())
+    variables = model(strategy, [(shape, dtype) for shape in shapes])
+    wide = model(strategy, [(shape, "complex128" if narrow.kind == "c" else "float64") for shape in shapes])
+    optimizer, other = (OPTIMIZERS[name](np.float64(0.5)) for _ in range(2))
     for number in range(2):
-        apply(strategy, optimizer, gradients_for(variables, number), variables)
-    slots = [slot for v in variables for slot in optimizer.slots_of(v).values()]
-    assert {v.dtype for v in (*variables, *slots)} == {np.dtype(dtype)}
-    assert same_everywhere([v.local_copy() for v in (*variables, *slots)])
-    assert (variables[0].local_copy() != before).any()
+        for each, of in ((optimizer, variables), (other, wide)):
+            apply(strategy, each, gradients_for(of, number), of)
+    assert {v.dtype for v in (*variables, *optimizer.variables[1:])} == {narrow}
+    assert same_everywhere([v.local_copy() for v in (*variables, *optimizer.variables)])
+    for var, right in zip(variables, wide, strict=True):
+        np.testing.assert_allclose(var.numpy().astype(right.dtype), right, rtol=0.05, atol=0.05)
 
 
 # ------------------------------------------------------------------------------------------------- sparse gradients
-
-
-@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
-def test_a_sparse_gradient_is_the_dense_one_it_stands_for(strategy: ms.Strategy, aggregation: str) -> None:
-    """Every rank names other rows, as many as its number; a row named twice counts twice."""
-    indices = np.array([0, 0, *range(RANK)])
-    slices = ms.IndexedSlices(np.full((len(indices), 2), RANK + 1.0), indices, (SIZE + 1, 2))
-    sparse, dense = (model(strategy, [((SIZE + 1, 2), "float64")]) for _ in range(2))
-    one, two = (SGD(0.5, aggregation=aggregation) for _ in range(2))
-    for _ in range(2):
-        apply(strategy, one, [slices], sparse)
-        apply(strategy, two, [slices.to_dense()], dense)
-    np.testing.assert_allclose(sparse[0], dense[0], rtol=1e-15)
-    assert float(dense[0][0, 0]) != -1
 
 
 def test_momentum_moves_only_the_rows_that_a_sparse_gradient_names(strategy: ms.Strategy) -> None:
@@ -198,19 +185,16 @@ def test_slots_live_beside_their_variables_and_are_made_once(strategy: ms.Strate
         early.build(variables)
     with strategy.scope():
         early.build(variables)
-        built = [early.slots_of(v) for v in variables]
+        built = early.variables
         early.build(variables)
     assert (lazy.slots_of(variables[0]), lazy.iterations) == ({}, None)
     for optimizer in (early, lazy):
         apply(strategy, optimizer, gradients_for(variables, 0), variables)
-        assert optimizer.iterations is not None
-        assert int(optimizer.iterations) == 1
         for v in variables:
-            assert set(optimizer.slots_of(v)) == set(optimizer.slot_values)
+            assert optimizer.slots_of(v).keys() == optimizer.slot_values.keys()
             for slot in optimizer.slots_of(v).values():
-                assert slot._colocated_with is v
                 assert (slot.shape, slot.dtype, slot.trainable, slot.strategy) == (v.shape, v.dtype, False, strategy)
-    assert [early.slots_of(v) for v in variables] == built
+    assert early.variables == built
 
 
 def test_a_momentum_that_is_set_later_gets_its_slots(strategy: ms.Strategy) -> None:
@@ -225,7 +209,7 @@ def test_a_momentum_that_is_set_later_gets_its_slots(strategy: ms.Strategy) -> N
     assert all((optimizer.slots_of(v)["momentum"].numpy() == -1.5).all() for v in variables)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_a_step_is_in_place_and_takes_no_memory_of_the_variables_size(alone: ms.Strategy, name: str) -> None:
     size = 2**21
     with alone.scope():

@@ -111,7 +111,7 @@ def test_creation(strategy: ms.Strategy, row: dict[str, str], dtype: str) -> Non
         assert variable.trainable is (row["trainable"] == "yes")
         assert variable.local_copy() == 3
         for what in ("synchronization", "aggregation"):
-            with pytest.raises(errors.UnsupportedError, match=what):
+            with pytest.raises(errors.OptionError, match=what):
                 setattr(variable, what, getattr(variable, what))
         for context in ("step", "cross", "update") if column == "alone" else ():  # it is just an array
             assert inside(place, context, variable, lambda: variable.assign(np.asarray(RANK, dtype))) is variable  # noqa: B023

@@ -57,7 +57,6 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",
     "mpistrategy.cli.bench.raw",
-    "mpistrategy.cli.doctor.mpich",
     "mpistrategy.cli.doctor.ranks",
 )
 LOWER_CASE_COMMUNICATION = {

@@ -14,7 +14,7 @@ import pytest
 import mpistrategy as ms
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.faults import injection
-from mpistrategy.objects.settings import Setting, cannot_be_set
+from mpistrategy.objects.settings import Setting
 
 pytestmark = pytest.mark.one_rank
 
@@ -32,7 +32,6 @@ CONSTRUCTORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         (ms.CommunicationOptions, {}),
         (ms.Variable, {"initial_value": 1.0}),
         (ms.Dataset.from_arrays, {"arrays": np.zeros((4, 2)), "global_batch_size": 2}),
-        (ms.InputOptions, {}),
         (ms.InputContext, {}),
         (ms.CheckpointManager, {}),
         (ms.PreemptionCheckpointHandler, {}),
@@ -80,10 +79,7 @@ SETTERS = [
     + [("StrategyExtended", ms.StrategyExtended), ("Checkpoint", ms.Checkpoint)]
     if inspect.isclass(made)
     for attribute in sorted({attribute for base in made.__mro__ for attribute in vars(base)})
-    if (
-        isinstance(setter := inspect.getattr_static(made, attribute), Setting)
-        and getattr(setter, "_refusal", None) is not cannot_be_set
-    )
+    if isinstance(setter := inspect.getattr_static(made, attribute), Setting)
     or (isinstance(setter, property) and setter.fset is not None)
 ]
 
@@ -115,7 +111,7 @@ def test_a_setter_refuses_what_no_constructor_would_take(name: str, attribute: s
         (lambda: ms.optimizers.SGD(nonfinite="rase"), "nonfinite='rase'.*'raise'"),
         (lambda: ms.Variable(0.0, aggregation="menn"), "aggregation='menn'.*'MEAN'"),  # type: ignore[arg-type]
         (lambda: ms.CommunicationOptions(implementation="nccll"), "implementation='nccll'.*'NCCL'"),
-        (lambda: ms.InputOptions(experimental_replication_mode="per-worker"), "mode='per-worker'.*'PER_WORKER'"),
+        (lambda: ms.get_strategy().make_input_fn_iterator(list, "per-worker"), "mode='per-worker'.*'PER_WORKER'"),
         (lambda: ms.MirroredStrategy(check="alway"), "check='alway'.*'always'"),  # type: ignore[arg-type]
         (lambda: ms.MirroredStrategy(on_error="rase"), "on_error='rase'.*'raise'"),  # type: ignore[arg-type]
         (lambda: ms.MirroredStrategy("gpuu"), "devices='gpuu'.*'gpu'"),
@@ -138,9 +134,6 @@ def test_words_are_taken_in_any_letter_case() -> None:
     ms.telemetry.RankFilter(ranks="ALL", level="info", others="Error")
     assert injection.parse("RANK=0, At=AllReduce#7, do=Kill", "here") == injection.parse(
         "rank=0, at=allreduce#7, do=kill", "here"
-    )
-    assert ms.InputOptions(experimental_replication_mode="per_replica") == ms.InputOptions(
-        experimental_replication_mode=ms.InputReplicationMode.PER_REPLICA
     )
 
 
@@ -211,13 +204,13 @@ def test_an_attribute_that_is_misspelt_wrong_or_fixed_is_refused_and_others_are_
 
 
 class Warmed(ms.optimizers.SGD):
-    """Has attributes of its own; the one that is nearly a setting's is declared."""
+    """Has attributes of its own; the one that is nearly a setting's has a default."""
 
-    learning_rates: list[float]
+    learning_rates: tuple[float, ...] = ()
 
 
 def test_a_subclass_has_attributes_of_its_own() -> None:
     made = Warmed(0.1)
-    made.learning_rates = [0.1, 0.2]
+    made.learning_rates = (0.1, 0.2)
     made.slots = [1]  # type: ignore[attr-defined]
-    assert made.learning_rates == [0.1, 0.2]
+    assert made.learning_rates == (0.1, 0.2)

@@ -223,7 +223,7 @@ class Own:
         where: the name of the file, for errors.
 
     Attributes:
-        where: as given.
+        data, where: as given.
         line: the bytes of the values.
         values: by path; of arrays whose shape may differ between ranks, the shape.
 
@@ -232,6 +232,7 @@ class Own:
     """
 
     def __init__(self, data: Array, where: str) -> None:
+        self.data = data
         self.where = where
         stored = parsed(lambda start, count: data[start : start + count].tobytes(), data.size, where)
         self._parts = {name: data[entry.start : entry.stop] for name, entry in stored.items()}
@@ -250,8 +251,11 @@ class Own:
 
 
 def values_in(line: Array, where: str) -> dict[str, Any]:
-    """Return the values of a rank from their bytes; CheckpointDamagedError, ValueError or TypeError for other bytes."""
-    return dict(loads(line.tobytes(), where))
+    """Return the values of a rank from their bytes; CheckpointDamagedError for other bytes."""
+    values: dict[str, Any] = loads(line.tobytes(), where)
+    if type(values) is not dict:
+        raise damaged(where, "no values of a rank")
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ JSON text

@@ -90,14 +90,12 @@ def cases(
         zeros, finish = cupy.zeros, cupy.cuda.get_current_stream().synchronize
     for nbytes in sizes:
         array = zeros(nbytes // 4, dtype=np.float32)
-        by_mpi = _through_the_host(ranks, [array]) if on_gpu else _array_by_mpi(ranks, array)
-        by_strategy = _by_strategy(strategy, ctx, array, [array])
-        yield Case("all_reduce", size_in_words(nbytes), nbytes, [*by_mpi, *by_strategy], finish, ctx)
+        variants = [_by_mpi(ranks, [array], on_gpu), *_by_strategy(strategy, ctx, array, [array])]
+        yield Case("all_reduce", size_in_words(nbytes), nbytes, variants, finish, ctx)
     for name in lists:
         arrays = [zeros(shape, dtype=np.float32) for shape in LISTS[name]()]
-        by_mpi = _through_the_host(ranks, arrays) if on_gpu else _arrays_by_mpi(ranks, arrays)
-        by_strategy = _by_strategy(strategy, ctx, arrays, arrays)
-        yield Case("lists", name, sum(array.nbytes for array in arrays), [*by_mpi, *by_strategy], finish, ctx)
+        variants = [_by_mpi(ranks, arrays, on_gpu), *_by_strategy(strategy, ctx, arrays, arrays)]
+        yield Case("lists", name, sum(array.nbytes for array in arrays), variants, finish, ctx)
 
 
 def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: Sequence[Any]) -> Iterator[Variant]:
@@ -110,29 +108,18 @@ def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: 
         yield Variant(name, partial(all_reduce, "SUM", arena), operand_list, close=arena.close)
 
 
-def _array_by_mpi(ranks: RawRanks, operand: Any) -> list[Variant]:
-    total = np.zeros_like(operand)
-    return [
-        Variant("mpi4py", partial(ranks.allreduce, operand, total), [operand], [total]),
-        Variant("mpi4py in place", partial(ranks.allreduce, ranks.in_place, operand), [operand]),
-    ]
-
-
-def _arrays_by_mpi(ranks: RawRanks, operands: Sequence[Any]) -> list[Variant]:
-    totals = [np.zeros_like(array) for array in operands]
-    return [
-        Variant("mpi4py loop", partial(ranks.sum_each_into, operands, totals), operands, totals),
-        Variant("mpi4py loop in place", partial(ranks.sum_each_in_place, operands), operands),
-    ]
-
-
-def _through_the_host(ranks: RawRanks, operands: Sequence[Any]) -> list[Variant]:
-    hosts = [np.zeros(array.shape, np.float32) for array in operands]
+def _by_mpi(ranks: RawRanks, operands: Sequence[Any], on_gpu: bool) -> Variant:
+    totals = [np.zeros(array.shape, np.float32) for array in operands]
+    if not on_gpu and len(operands) == 1:
+        return Variant("mpi4py", partial(ranks.allreduce, *operands, *totals), operands, totals)
+    if not on_gpu:
+        return Variant("mpi4py loop", partial(ranks.sum_each, operands, totals), operands, totals)
+    hosts = [np.zeros_like(total) for total in totals]
 
     def call() -> None:
-        for array, host in zip(operands, hosts, strict=True):
+        for array, host, total in zip(operands, hosts, totals, strict=True):
             array.get(out=host)
-            ranks.allreduce(ranks.in_place, host)
-            array.set(host)
+            ranks.allreduce(host, total)
+            array.set(total)
 
-    return [Variant("mpi4py, through the host", call, operands)]
+    return Variant("mpi4py, through the host", call, operands)

@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mpistrategy bench`."""
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; it says how long it will take")
     parser.add_argument("--sizes", type=sizes, metavar="SIZE,...", help="of one array, e.g. 4,64KiB,1MiB")
-    parser.add_argument("--lists", type=names_of(LISTS), metavar="LIST,...", help=f"of {', '.join(LISTS)}")
+    parser.add_argument("--lists", nargs="+", choices=tuple(LISTS), help="of gradients")
     parser.add_argument(
         "--devices",
         choices=("cpu", "gpu", "shared"),
@@ -145,20 +144,6 @@ def _end(options: argparse.Namespace, ranks: RawRanks, report: dict[str, Any]) -
 def _fail(line: str) -> int:
     print(line, file=sys.stderr, flush=True)
     return _COULD_NOT
-
-
-def names_of(eligible: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a function that reads a list of these names."""
-
-    def parse(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        unknown = [name for name in names if name not in eligible]
-        if unknown or not names:
-            problem = f"there is no {unknown[0]!r}" if unknown else "nothing is named"
-            raise argparse.ArgumentTypeError(f"{problem}; eligible: {', '.join(eligible)}")
-        return names
-
-    return parse
 
 
 def writable(text: str) -> str:

@@ -6,7 +6,6 @@ It calls MPI directly, since the reference must not go through the library.  Imp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -23,7 +22,6 @@ class RawRanks:
         ranks_on_node: the most ranks that one node has.
         nodes: how many nodes there are.
         allreduce: the plain call, on buffers that mpi4py looks at itself.
-        in_place: passed as the source: the target is also the operand.
     """
 
     def __init__(self) -> None:
@@ -33,7 +31,6 @@ class RawRanks:
         self.size: int = comm.size
         self.barrier: Callable[[], None] = comm.Barrier
         self.allreduce: Callable[..., None] = comm.Allreduce
-        self.in_place: Any = MPI.IN_PLACE
         self.library: str = library_name(MPI.Get_library_version())
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         self.ranks_on_node: int = int(self.greatest(np.array([node.size]))[0])
@@ -48,17 +45,11 @@ class RawRanks:
         self._comm.Allreduce(MPI.IN_PLACE, result, MPI.MAX)
         return result
 
-    def sum_each_into(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
+    def sum_each(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
         """The usual loop over a list of gradients."""
         allreduce = self._comm.Allreduce
         for source, target in zip(sources, targets, strict=True):
             allreduce(source, target)
-
-    def sum_each_in_place(self, buffers: Sequence[Array]) -> None:
-        """The loop in place."""
-        allreduce, in_place = self._comm.Allreduce, MPI.IN_PLACE
-        for buffer in buffers:
-            allreduce(in_place, buffer)
 
     def close(self) -> None:
         """Free the communicator."""

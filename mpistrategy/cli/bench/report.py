@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.mpi.shared_memory.spin_wait import cores
+from mpistrategy.objects.shown import time_in_words
 from mpistrategy.objects.text import encoded
 
 if TYPE_CHECKING:
@@ -53,20 +54,12 @@ def head(about: dict[str, Any]) -> str:
     return f"{text.format_map(about)}\n\n{METHOD}\n\n{columns}"
 
 
-def time_in_words(microseconds: float) -> str:
-    """Return a time with three digits."""
-    for unit, factor in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= factor:
-            return f"{microseconds / factor:.3g} {unit}"
-    return f"{microseconds:.3g} us"
-
-
 def rows(case: dict[str, Any]) -> list[str]:
     """Return the rows of one case."""
     lines, ratio = [], "1"
     for row in case["variants"]:
         wrong = "" if row["right"] else " **WRONG RESULT**"
-        figures = f"{time_in_words(row['median_us'])} | {ratio.format_map(row)} | {row['bus_gb_s']:.3g} GB/s"
+        figures = f"{time_in_words(row['median_us'] / 1e6)} | {ratio.format_map(row)} | {row['bus_gb_s']:.3g} GB/s"
         lines.append(f"| {case['suite']} | {case['case']} | {row['name']} | {figures}{wrong} |")
         ratio = "{ratio:.2f} ({ratio_quartile_1:.2f}-{ratio_quartile_3:.2f})"
     return lines

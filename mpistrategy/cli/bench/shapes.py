@@ -1,4 +1,4 @@
-"""What is measured: lists of gradients with the shapes of real models."""
+"""What is measured: lists of gradients with the shapes of a real model, and of small arrays."""
 
 from __future__ import annotations
 
@@ -25,21 +25,9 @@ def resnet50() -> Shapes:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def gpt2_small() -> Shapes:
-    """Return the 148 trainable arrays of GPT-2 small (Radford et al., 2019): 124.4 million parameters."""
-    width, tokens, positions = 768, 50257, 1024
-    block: Shapes = [
-        *[(width,), (width,)],  # normalization
-        *[(width, 3 * width), (3 * width,), (width, width), (width,)],  # attention
-        *[(width,), (width,)],
-        *[(width, 4 * width), (4 * width,), (4 * width, width), (width,)],  # two dense layers
-    ]
-    return [(tokens, width), (positions, width), *block * 12, (width,), (width,)]
-
-
 def tiny1000() -> Shapes:
     """Return 1000 arrays of 1 to 1000 elements: nothing but overhead."""
     return [(int(size),) for size in np.random.default_rng(0).integers(1, 1001, 1000)]
 
 
-LISTS: dict[str, Callable[[], Shapes]] = {"resnet50": resnet50, "gpt2-small": gpt2_small, "tiny1000": tiny1000}
+LISTS: dict[str, Callable[[], Shapes]] = {"resnet50": resnet50, "tiny1000": tiny1000}

@@ -55,7 +55,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine the job that this process is a rank of, or another one; return the exit status."""
-    start_seconds = facts.seconds_since_start()
     if options.job or options.pid:
         from mpistrategy.cli.doctor import running_job
 
@@ -65,19 +64,19 @@ def run(options: argparse.Namespace) -> int:
 
         return leftovers.run()
     end = time.monotonic() + options.timeout
-    own_facts = facts.of_this_process(os.environ, start_seconds)
-    problem = mpich.refusal(own_facts, os.environ)
-    began = time.monotonic()
-    if problem is None:
-        problem = _start_mpi(options, own_facts)
+    own_facts = facts.of_this_process(os.environ)
+    problem = mpich.refusal(own_facts, os.environ) or _start_mpi(options.timeout)
     if problem is not None:
-        return _alone(options, own_facts, problem)
+        if own_facts["place"]:
+            return 0  # all processes find the same; the status of the first is the job's
+        own_facts["refusal"] = (problem.found, problem.fix)
+        return _print(options, Job([own_facts]), [problem])
     from mpistrategy.cli.doctor.ranks import Ranks
 
     # A rank that waits for others in vain shows where, and ends.
     faulthandler.dump_traceback_later(max(end - time.monotonic(), 0) + _LONGER_SECONDS, exit=True, file=2)
     ranks = Ranks()
-    own_facts |= facts.of_mpi(ranks, time.monotonic() - began)
+    own_facts |= facts.of_mpi(ranks)
     if own_facts["refusal"] and own_facts["place"]:
         return 0  # all ranks find the same; the first prints it, and its status is the job's
     job = _meet(options, ranks, own_facts, end)
@@ -93,18 +92,12 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _start_mpi(options: argparse.Namespace, own_facts: Facts) -> Finding | None:
+def _start_mpi(seconds: float) -> Finding | None:
     """Start MPI; return why that cannot be done."""
     try:
-        start("mpistrategy doctor", options.timeout)
+        start("mpistrategy doctor", seconds)
     except LaunchError as error:
-        problem, fix = parts_of(error)
-        if error.__context__ is None:
-            return Finding("pmi", BAD, problem, fix)
-        if own_facts["wanted"]:
-            setting = f"MPI4PY_LIBMPI={own_facts['wanted']}"
-            fix = f"Correct {setting}: is it there, with all that it needs (ldd)? Or unset it.\n{fix}"
-        return Finding("mpi", BAD, problem, fix)
+        return Finding("launch" if error.__context__ is None else "mpi", BAD, *parts_of(error))
     return None
 
 
@@ -130,14 +123,6 @@ def _meet(options: argparse.Namespace, ranks: Ranks, own_facts: Facts, end: floa
     from mpistrategy.cli.doctor import cuda_trial
 
     return replace(job, trial=cuda_trial.try_all(ranks, local_rank, job))
-
-
-def _alone(options: argparse.Namespace, own_facts: Facts, finding: Finding) -> int:
-    """Print the only finding where MPI cannot start, on the first of the launcher's processes."""
-    if own_facts["place"]:
-        return 0  # all processes find the same; the status of the first is the job's
-    own_facts["refusal"] = (finding.found, finding.fix)
-    return _print(options, Job([own_facts]), [finding])
 
 
 def _print(options: argparse.Namespace, job: Job, findings: list[Finding]) -> int:

@@ -1,7 +1,7 @@
 """Gives GPU memory to MPI in all ranks, and checks the results.
 
 The doctor does this last, in its own ranks: an MPI that does not take GPU memory may end them.  There is no trial where
-the library says that it takes no GPU memory.
+the library does not say that it takes GPU memory, unless the user says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpistrategy.cli.doctor.ranks import Ranks
 
 #: MPI libraries send small and large messages by different protocols.
-_SIZES = (8, 4096, 2**20, 2**23)
+_COUNTS = (2, 2**10, 2**18, 2**21)
 _ROUNDS = 3
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 #: What turns on the GPU support of a library that is off by default, by how its version text begins.
@@ -46,18 +46,17 @@ def obstacle() -> str:
         word, version = cuda_aware.user_setting(), loaded_mpi.identity()[0]
         if word is not None:
             return "" if word else "the user says so"
-        for start, switch in SWITCHES.items():
-            if version.lower().startswith(start) and not is_on(os.environ.get(switch, "")):
-                return f"{library_name(version)} takes GPU memory with {switch}=1 only"
-        if says_yes(loaded_mpi.mapped_files()) is False:
-            return f"{library_name(version)} says that it has no CUDA"
+        switch = next((name for start, name in SWITCHES.items() if version.lower().startswith(start)), "")
+        if is_on(os.environ.get(switch, "")) if switch else says_yes(loaded_mpi.mapped_files()):
+            return ""
+        does_not = f"takes GPU memory with {switch}=1 only" if switch else "does not say that it supports CUDA"
+        return f"{library_name(version)} {does_not}"
     except (MpiStrategyError, OSError) as error:
         return str(error)
-    return ""
 
 
-def says_yes(files: Sequence[str]) -> bool | None:
-    """Return whether the MPI library among these files says that it supports CUDA; None where it says nothing.
+def says_yes(files: Sequence[str]) -> bool:
+    """Return whether the MPI library among these files says that it supports CUDA.
 
     Raises:
         OSError: when a file is gone.
@@ -67,13 +66,11 @@ def says_yes(files: Sequence[str]) -> bool | None:
         with suppress(ValueError):
             if not ctypes.c_bool.in_dll(library, "opal_cuda_support").value:
                 return False
-    # The first function where a library has both: MPICH 4.0's second ends the process where asserts are compiled in.
-    for ask in filter(None, (getattr(library, "MPIX_GPU_query_support", None) for library in opened)):
-        flag = ctypes.c_int(0)
-        return ask(_CUDA, ctypes.byref(flag)) == 0 and bool(flag.value)
-    for ask in filter(None, (getattr(library, "MPIX_Query_cuda_support", None) for library in opened)):
-        return bool(ask())
-    return None
+    for library in opened:  # before the next one: MPICH 4.0's ends the process where asserts are compiled in
+        if hasattr(library, "MPIX_GPU_query_support"):
+            flag = ctypes.c_int(0)
+            return library.MPIX_GPU_query_support(_CUDA, ctypes.byref(flag)) == 0 and bool(flag.value)
+    return any(library.MPIX_Query_cuda_support() for library in opened if hasattr(library, "MPIX_Query_cuda_support"))
 
 
 def try_all(ranks: Ranks, local_rank: int, job: Job) -> Outcome | None:
@@ -99,16 +96,16 @@ def try_all(ranks: Ranks, local_rank: int, job: Job) -> Outcome | None:
 
 def _trial(ranks: Ranks, local_rank: int) -> Outcome:
     """Return what came of sums of known numbers.  Collective."""
+    pattern = np.resize(np.arange(251, dtype=np.float32), _COUNTS[-1])
     pairs: list[tuple[Any, Any]] = []
     try:
         import cupy
         import cupyx
 
         cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
-        for nbytes in _SIZES:
-            operand = cupy.asarray(_pattern(nbytes, ranks.rank))
-            pairs.append((operand, cupy.zeros_like(operand)))
-        on_host, total = (cupyx.empty_pinned((_SIZES[-1] // 4,), np.float32) for _ in range(2))
+        operand = cupy.asarray(pattern + np.float32(ranks.rank))
+        pairs += [(operand[:count], cupy.zeros_like(operand[:count])) for count in _COUNTS]
+        on_host, total = (cupyx.empty_pinned(pattern.shape, np.float32) for _ in range(2))
         stream = cupy.cuda.get_current_stream()
         stream.synchronize()
     except Exception as error:  # of CuPy's many types
@@ -116,11 +113,10 @@ def _trial(ranks: Ranks, local_rank: int) -> Outcome:
         pairs.clear()
     if not ranks.all_right(bool(pairs)):
         return Outcome("unverified", "some rank could not try it: see its message")
-    is_right = True
-    for operand, result in pairs:
-        ranks.comm.Allreduce(operand, result)
-        expected = sum(_pattern(4 * len(operand), rank) for rank in range(ranks.size))
-        is_right = is_right and bool((cupy.asnumpy(result) == expected).all())
+    expected, is_right = pattern * ranks.size + ranks.size * (ranks.size - 1) / 2, True
+    for part, result in pairs:
+        ranks.comm.Allreduce(part, result)
+        is_right = is_right and bool((cupy.asnumpy(result) == expected[: len(part)]).all())
     if not ranks.all_right(is_right):
         return Outcome("wrong", "other numbers than were sent")
 
@@ -130,14 +126,10 @@ def _trial(ranks: Ranks, local_rank: int) -> Outcome:
         result.set(total)
         stream.synchronize()
 
-    direct = _SIZES[-1] / _seconds(ranks, lambda: ranks.comm.Allreduce(operand, result))
-    by_host = _SIZES[-1] / _seconds(ranks, staged)
+    ways: tuple[Callable[[], None], ...] = (lambda: ranks.comm.Allreduce(operand, result), staged)
+    direct, by_host = (pattern.nbytes / _seconds(ranks, work) for work in ways)
     text = f"{ranks.size} ranks, {direct / 1e9:.1f} GB/s; {by_host / 1e9:.1f} GB/s staged through the host"
     return Outcome("right", text, direct, by_host)
-
-
-def _pattern(nbytes: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    return np.resize(np.arange(251, dtype=np.float32), nbytes // 4) + np.float32(rank)
 
 
 def _seconds(ranks: Ranks, work: Callable[[], None]) -> float:

@@ -115,11 +115,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def mebibytes(nbytes: float) -> str:
-    """Return a size in words."""
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
-
-
 def parts_of(error: MpiStrategyError) -> tuple[str, str]:
     """Return the problem that an error of this library names, and its fix."""
     return error.found or str(error), error.fix or (f"Expected {error.expected}" if error.expected else "")
@@ -138,14 +133,10 @@ def as_text(job: Job, findings: Sequence[Finding]) -> str:
     for finding in findings:
         verdict = "BAD" if finding.verdict == BAD else finding.verdict
         lines.append(f"{verdict:<4}  {finding.check:<{width}}  {finding.found}")
-        arrow = "->"
-        for line in finding.fix.splitlines():
-            lines.append(f"      {'':<{width}}  {arrow} {line}")
-            arrow = "  "
-    verdicts = [finding.verdict for finding in findings]
-    notes = verdicts.count(NOTE)
+        for number, line in enumerate(finding.fix.splitlines()):
+            lines.append(f"      {'':<{width}}  {'  ' if number else '->'} {line}")
+    bad, notes = (sum(finding.verdict == verdict for finding in findings) for verdict in (BAD, NOTE))
     notes_text = f"; {count(notes, 'note')}" if notes else ""
-    bad = verdicts.count(BAD)
     lines.append(f"{bad} BAD{notes_text}. Fix what is BAD first." if bad else f"Nothing is bad{notes_text}.")
     return "\n".join(lines)
 

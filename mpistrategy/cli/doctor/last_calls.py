@@ -31,14 +31,14 @@ class NodeCalls:
         strategy: its number, the same on all nodes.
         ranks: how many ranks it has.
         here: how many of them are on this node.
-        arrivals: by the number of the collective, if all ranks of this node have noted it: when the last rank came, its
-            number, and when the first rank came; in seconds of time.time().
+        arrivals: of the collectives that all ranks of this node have noted: the number of the collective, when the last
+            rank came, the number of this rank, and when the first rank came; in seconds of time.time().
     """
 
     strategy: int
     ranks: int
     here: int
-    arrivals: Mapping[int, tuple[float, int, float]]
+    arrivals: Sequence[tuple[int, float, int, float]]
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def of_node(statuses: Sequence[RankStatus], strategy: int, ranks: int, offset: f
         strategy, ranks: the number of their strategy, and how many ranks it has.
         offset: seconds to add to their times, for times of time.time().
     """
-    arrivals = {}
+    arrivals = []
     for number in set.intersection(*(set(status.calls) for status in statuses)):
         times = [(status.calls[number] + offset, status.rank) for status in statuses]
-        arrivals[number] = (*max(times), min(times)[0])
+        arrivals.append((number, *max(times), min(times)[0]))
     return NodeCalls(strategy, ranks, len(statuses), arrivals)
 
 
@@ -92,13 +92,14 @@ def compare(nodes: Sequence[NodeCalls]) -> list[Lateness]:
     results = []
     for strategy in {node.strategy for node in nodes}:
         parts = [node for node in nodes if node.strategy == strategy]
-        numbers = sorted(set.intersection(*(set(part.arrivals) for part in parts)))[-MOST_CALLS:]
+        by_number = [{number: arrival for number, *arrival in part.arrivals} for part in parts]
+        numbers = sorted(set.intersection(*map(set, by_number)))[-MOST_CALLS:]
         waits: dict[int, list[float]] = {}
-        times = []
+        times: list[float] = []
         for number in numbers:
-            last_at, last, _ = max(part.arrivals[number] for part in parts)
-            first_at = min(part.arrivals[number][2] for part in parts)
-            waits.setdefault(last, []).append(last_at - first_at)
+            last_at, last, _ = max(arrivals[number] for arrivals in by_number)
+            first_at = min(arrivals[number][2] for arrivals in by_number)
+            waits.setdefault(int(last), []).append(last_at - first_at)
             times += [first_at, last_at]
         ordered = dict(sorted(waits.items(), key=lambda pair: (-len(pair[1]), pair[0])))
         missing = parts[0].ranks - sum(part.here for part in parts)
@@ -116,8 +117,8 @@ def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
     calls, head = len(late.numbers), f"strategy of {count(late.ranks, 'rank')}: "
     if calls < _FEWEST_CALLS:
         return [f"{head}its collectives are too few, or too quick, to compare who came last."]
-    head += f"{late.numbers[-1]} collectives so far; who came last in the last {calls}"
-    report = [f"{head}, within {time_in_words(late.seconds)}:"]
+    head += f"{late.numbers[-1]} collectives so far; who came last in the last {calls}, within "
+    report = [f"{head}{time_in_words(late.seconds)}:"]
     for rank, waits in [*late.waits.items()][:_MOST_ROWS]:
         usual, most = time_in_words(statistics.median(waits)), time_in_words(max(waits))
         report.append(

@@ -56,12 +56,13 @@ def leftover_paths() -> list[str]:
     """
     if not sees_all_processes():
         raise OSError(0, "this process sees only those of its container: call it outside of the container")
-    old = []
-    for folder, pattern in zip(folders(), (_IN_MEMORY, _TEMPORARY), strict=True):
-        for path in Path(folder).iterdir():
-            match = pattern.match(path.name)
-            if match and _is_old(path, *match.groups()):
-                old.append(str(path))
+    matches = [
+        (path, match)
+        for folder, pattern in zip(folders(), (_IN_MEMORY, _TEMPORARY), strict=True)
+        for path in Path(folder).iterdir()
+        if (match := pattern.match(path.name))
+    ]
+    old = [str(path) for path, match in matches if _is_old(path, *match.groups())]
     used = in_use() if old else ""
     return sorted(path for path in old if path not in used)
 

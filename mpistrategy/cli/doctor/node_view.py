@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ _FILE = "/memfd:mpistrategy"
 _SILENT_SECONDS = 3.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class View:
     """The state of a job, as its watchdogs have written it.
 
@@ -35,9 +35,9 @@ class View:
         troubles: what could not be read, and why.
     """
 
-    statuses: Sequence[RankStatus] = ()
-    calls: Sequence[NodeCalls] = ()
-    troubles: Sequence[str] = ()
+    statuses: list[RankStatus]
+    calls: list[NodeCalls]
+    troubles: list[str]
 
 
 def of_slurm_job(number: str) -> View:
@@ -54,38 +54,35 @@ def of_processes(processes: Sequence[int]) -> View:
     """Return the state of the jobs of these processes on their node."""
     trouble = "its processes here have no strategy of several ranks (yet)" if processes else "it has no process here"
     time.sleep(1 - time.time() % 1)  # at the same time on all nodes, so that they show the same calls
-    boards: dict[tuple[int, int], StatusBoard | None] = {}
+    boards: dict[int, StatusBoard | None] = {}  # by the inode of their memory
     for process in processes:
         try:
-            for identity, path in _shared_files(process).items():
-                if identity not in boards:
-                    boards[identity] = _board_in(path)
+            for inode, path in _shared_files(process).items():
+                if inode not in boards:
+                    boards[inode] = _board_in(path)
         except OSError as error:
             trouble = f"the memory of process {process} cannot be read ({error.strerror})"
     newest, calls = dict[int, RankStatus](), list[NodeCalls]()
-    for (_, inode), board in boards.items():
+    for inode, board in boards.items():
         statuses = [] if board is None else board.read()
         if board is None or not all(status.process and status.text for status in statuses):
             continue
-        for status in statuses:
-            if (
-                status.rank not in newest or status.beat > newest[status.rank].beat
-            ):  # an older status is of a closed strategy
+        for status in statuses:  # an older status is of a closed strategy
+            if status.rank not in newest or status.beat > newest[status.rank].beat:
                 newest[status.rank] = _from_outside(status)
         strategy, size = (int(board.all(name)[0]) for name in ("strategy", "size"))
         calls.append(of_node(statuses, strategy or -inode, size, time.time() - time.monotonic()))
     return View([newest[rank] for rank in sorted(newest)], calls, [] if newest else [trouble])
 
 
-def _shared_files(process: int) -> dict[tuple[int, int], str]:
-    """Return the shared-memory files of this library that a process has open: identity of the file to path."""
-    files: dict[tuple[int, int], str] = {}
-    folder = f"/proc/{process}/fd"
-    for name in os.listdir(folder):
+def _shared_files(process: int) -> dict[int, str]:
+    """Return the shared-memory files of this library that a process has open: inode to path."""
+    files: dict[int, str] = {}
+    for name in os.listdir(f"/proc/{process}/fd"):
+        path = f"/proc/{process}/fd/{name}"
         with suppress(OSError):  # closed meanwhile
-            state = os.stat(f"{folder}/{name}")
-            if os.readlink(f"{folder}/{name}").startswith(_FILE):
-                files[state.st_dev, state.st_ino] = f"{folder}/{name}"
+            if os.readlink(path).startswith(_FILE):
+                files[os.stat(path).st_ino] = path
     return files
 
 
@@ -96,24 +93,11 @@ def _from_outside(status: RankStatus) -> RankStatus:
 
 def _board_in(path: str) -> StatusBoard | None:
     """Return a copy of the status board in a file of shared memory; None for any other memory."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        # A mapping would take pages, and end with a file that shrinks.
-        return board_in(lambda start: os.pread(descriptor, ROW.itemsize, start), os.fstat(descriptor).st_size)
-    finally:
-        os.close(descriptor)
-
-
-def board_in(read: Callable[[int], bytes], nbytes: int) -> StatusBoard | None:
-    """Return a copy of the status board in so many bytes of memory; None where there is none.
-
-    Args:
-        read: returns the bytes of a row that begins at a place.
-        nbytes: the size of the memory.
-    """
-    first = read(0)
-    ranks = int(np.frombuffer(first, ROW)[0]["ranks"]) if len(first) == ROW.itemsize and first[:16] == MARK else 0
-    if not 0 < ranks <= _MOST_RANKS or nbytes % ranks:
-        return None
-    rows = [read(rank * (nbytes // ranks)).ljust(ROW.itemsize, b"\0") for rank in range(ranks)]
+    with open(path, "rb", buffering=0) as file:  # a mapping would take pages, and end with a file that shrinks
+        first, nbytes = file.read(ROW.itemsize), os.fstat(file.fileno()).st_size
+        ranks = int(np.frombuffer(first, ROW)[0]["ranks"]) if len(first) == ROW.itemsize and first[:16] == MARK else 0
+        if not 0 < ranks <= _MOST_RANKS or nbytes % ranks:
+            return None
+        starts = range(0, nbytes, nbytes // ranks)
+        rows = [os.pread(file.fileno(), ROW.itemsize, start).ljust(ROW.itemsize, b"\0") for start in starts]
     return StatusBoard(SharedMemory(tuple(np.frombuffer(row, np.uint8) for row in rows)))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from mpistrategy.cli.doctor import last_calls, node_view
 from mpistrategy.cli.doctor.findings import count
@@ -36,35 +35,26 @@ _MOST_ROWS = 64
 _MOST_TROUBLES = 8
 _HANGS, _COULD_NOT = 1, 2
 _PATIENCE_SECONDS = 40
-_MOST_LETTERS = 700
-_LINE = re.compile(r"^mpistrategy-view (\S+) (\d+)/(\d+) ([A-Za-z0-9+/=]*)$", re.M)
+_MOST_LETTERS = 700  # a multiple of four
+_LINE = re.compile(r"^mpistrategy-view (\S+) (\d+) ([A-Za-z0-9+/=]*)$", re.M)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the state of the job of the options; return 0 if nothing hangs, 1 if something does, 2 if unknown."""
-    number, title = "", f"the job of process {options.pid}"
-    if options.pid:
-        view = node_view.of_processes([options.pid])
-    else:
-        number, title = options.job, f"job {options.job}"
-        view = of_slurm_job(number)
+    number, title = options.job or "", f"job {options.job}" if options.job else f"the job of process {options.pid}"
+    view = of_slurm_job(number) if number else node_view.of_processes([options.pid])
     for trouble in view.troubles[:_MOST_TROUBLES]:
         sys.stderr.write(f"mpistrategy doctor: {title}: not seen: {printable(trouble)}\n")
     if not view.statuses:
         return _COULD_NOT
+    hang = hangs(view.statuses)
     if options.json:
         late = [{**asdict(lateness), "slow": lateness.slow()} for lateness in last_calls.compare(view.calls)]
-        report = {
-            "format": 1,
-            "job": title,
-            "hangs": hangs(view.statuses),
-            "ranks": as_data(view.statuses),
-            "last_calls": late,
-        }
+        report = {"format": 1, "job": title, "hangs": hang, "ranks": as_data(view.statuses), "last_calls": late}
         print(json.dumps(report, indent=1))
     else:
         print(printable("\n".join(lines(title, view, number))))
-    return _HANGS if hangs(view.statuses) else 0
+    return _HANGS if hang else 0
 
 
 def of_slurm_job(job: str) -> View:
@@ -78,26 +68,24 @@ def of_slurm_job(job: str) -> View:
     if len(jobs) == 1:
         return _on_nodes(*jobs[0])
     if jobs:
-        return View(troubles=[f"{job} is an array of {len(jobs)} jobs: name one, such as {job}_0"])
-    above = os.environ.get(run_directory.VARIABLE) or "FOLDER OF THE JOB"
-    file = os.path.join(above, f"{run_directory.PREFIX}{job}-*", run_directory.ROLL_CALL)
+        return View([], [], [f"{job} is an array of {len(jobs)} jobs: name one, such as {job}_0"])
     # Slurm soon forgets a job that has ended.
-    ended = f"if it has ended because a collective was late, its roll call is {file}"
-    return View(troubles=[trouble or "it does not run", ended])
+    file = f"{run_directory.PREFIX}{job}-*/{run_directory.ROLL_CALL}"
+    ended = f"if it has ended because a collective was late, its roll call is {file} in its folder"
+    return View([], [], [trouble or "it does not run", ended])
 
 
-def step(number: str) -> list[str]:
-    """Return the beginning of the command that runs a program in a further step of a job."""
-    return ["srun", f"--jobid={number}", "--overlap"]
+def _step(number: str, nodes: str) -> list[str]:
+    """Return the beginning of the command that runs a program on nodes of a job, once on each."""
+    return ["srun", f"--jobid={number}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}"]
 
 
 def _on_nodes(number: str, nodes: str) -> View:
-    command = [*step(number), f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
-    output, trouble = _answer_of([*command, sys.executable, "-m", __name__, number])
-    missing = int(nodes) - len({name for name, *_ in _LINE.findall(output)})
+    command = [*_step(number, nodes), "--ntasks-per-node=1", "--mpi=none", sys.executable, "-m", __name__, number]
+    output, trouble = _answer_of(command)
     view = read(output)
-    if missing:
-        return replace(view, troubles=[*view.troubles, f"{missing} of {nodes} nodes: {trouble or 'no answer'}"])
+    if missing := int(nodes) - len({name for name, *_ in _LINE.findall(output)}):
+        view.troubles.append(f"{missing} of {nodes} nodes: {trouble or 'no answer'}")
     return view
 
 
@@ -116,32 +104,30 @@ def _answer_of(command: Sequence[str]) -> tuple[str, str]:
 def read(output: str) -> View:
     """Return the view in the output of the nodes."""
     pieces: dict[str, dict[int, str]] = {}
-    for name, number, parts, text in _LINE.findall(output):
-        pieces.setdefault(name, dict.fromkeys(range(1, int(parts) + 1), "?"))[int(number)] = text
-    statuses, calls, troubles = list[RankStatus](), list[NodeCalls](), list[str]()
+    for name, number, text in _LINE.findall(output):
+        pieces.setdefault(name, {})[int(number)] = text
+    view = View([], [], [])
     for name, texts in pieces.items():
+        text = "".join(texts[number] for number in sorted(texts))
         try:
-            message = json.loads(zlib.decompress(base64.b64decode("".join(texts.values()), validate=True)))
-            statuses += statuses_in(message["ranks"])
-            for call in message["calls"]:
-                arrivals = {int(number): tuple(arrival) for number, arrival in call.pop("arrivals").items()}
-                calls.append(NodeCalls(**call, arrivals=arrivals))
-            troubles += [f"{name}: {trouble}" for trouble in message["troubles"]]
-        except (ValueError, TypeError, KeyError, zlib.error) as error:
-            troubles.append(f"{name}: its answer cannot be read ({error})")
-    return View(sorted(statuses, key=lambda status: status.rank), calls, troubles)
+            message = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+        except (ValueError, zlib.error) as error:
+            view.troubles.append(f"{name}: its answer cannot be read ({error})")
+            continue
+        view.statuses += statuses_in(message["ranks"])
+        view.calls += [NodeCalls(**call) for call in message["calls"]]
+        view.troubles += [f"{name}: {trouble}" for trouble in message["troubles"]]
+    view.statuses.sort(key=lambda status: status.rank)
+    return view
 
 
 def answer(view: View) -> list[str]:
     """Return the lines in which a node prints its view of the job."""
-    report = {
-        "ranks": as_data(view.statuses),
-        "calls": [asdict(call) for call in view.calls],
-        "troubles": view.troubles,
-    }
+    calls = [asdict(call) for call in view.calls]
+    report = {"ranks": as_data(view.statuses), "calls": calls, "troubles": view.troubles}
     text = base64.b64encode(zlib.compress(json.dumps(report).encode())).decode()
-    pieces = [text[start : start + _MOST_LETTERS] for start in range(0, len(text), _MOST_LETTERS)]
-    return [f"mpistrategy-view {node_name()} {part}/{len(pieces)} {piece}" for part, piece in enumerate(pieces, 1)]
+    starts = range(0, len(text), _MOST_LETTERS)
+    return [f"mpistrategy-view {node_name()} {start} {text[start : start + _MOST_LETTERS]}" for start in starts]
 
 
 def hangs(statuses: Sequence[RankStatus]) -> bool:
@@ -165,11 +151,10 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
     statuses, late = view.statuses, last_calls.compare(view.calls)
     nodes = count(len({status.host for status in statuses}), "node")
     report = [f"{title}: {count(len(statuses), 'rank')} heard of, in the memory that its ranks share on {nodes}"]
-    report += map(
-        _row, sorted(statuses, key=lambda status: bool(status.waited) and len(statuses) > _MOST_ROWS)[:_MOST_ROWS]
-    )
-    if len(statuses) > _MOST_ROWS:
-        report.append(f"  and {len(statuses) - _MOST_ROWS} more")
+    shown = sorted(statuses, key=lambda status: bool(status.waited) and len(statuses) > _MOST_ROWS)[:_MOST_ROWS]
+    report += map(_row, shown)
+    if len(statuses) > len(shown):
+        report.append(f"  and {len(statuses) - len(shown)} more")
     for lateness in late:
         report += last_calls.lines(lateness, {status.rank: status.host for status in statuses})
     if not hangs(statuses):
@@ -177,9 +162,8 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
         cures = [line for status in statuses if status.rank in slow for line in _cure(status, number)]
         return [*report, *cures, "No rank has waited for long: nothing hangs."]
     roll_call = RollCall(statuses, [status.rank for status in statuses])
-    unheard = max((lateness.missing for lateness in late), default=0)
     report.append(roll_call.summary)
-    if unheard > 0:
+    if (unheard := max((lateness.missing for lateness in late), default=0)) > 0:
         report.append(
             f"Of these ranks alone: {count(unheard, 'rank')} of the job are on nodes that were not looked at."
         )
@@ -206,7 +190,7 @@ def _cure(status: RankStatus, number: str) -> list[str]:
         return []
     command = ["kill", "-QUIT", str(status.process)]
     if number and status.host:
-        command = [*step(number), "--nodes=1", "--ntasks=1", "-w", status.host, *command]
+        command = [*_step(number, "1"), "-w", status.host, *command]
     elif status.host != node_name():
         command = ["ssh", status.host, *command]
     where = f"  -> where rank {status.rank} is, in full, in the job's stderr (the job goes on):"

@@ -8,7 +8,8 @@ import inspect
 import sys
 from collections.abc import Iterable
 
-from mpistrategy.cli.guide import pages, reference, terminal
+from mpistrategy.cli.guide import pages, reference
+from mpistrategy.cli.guide.terminal import for_terminal
 
 _COULD_NOT = 2
 _HITS = 3  # of a page
@@ -46,7 +47,7 @@ def _show(query: str) -> int:
     match = by_lower_case.get(name.lower())
     if match is None:
         return _refuse(f"there is no page {query!r}", name, by_lower_case.values())
-    terminal.show(by_name[match].text if match in by_name else _about(classes[match]))
+    print(for_terminal(by_name[match].text if match in by_name else _about(classes[match])))
     return 0
 
 
@@ -57,13 +58,19 @@ def _about(kind: type[BaseException]) -> str:
 
 
 def _search(word: str) -> int:
-    hits: dict[pages.Page, list[str]] = {}
-    for page, section, line in pages.search(word) if word.strip() else ():
-        hits.setdefault(page, []).append(f"{section.heading}: {line}" if line != section.heading else line)
-    for page, lines in hits.items():
-        print(f"{page.name}: {page.title}", *lines[:_HITS], sep="\n  ")
+    """Show the lines that have a word, in any letter case, each with the heading above it."""
+    hits = 0
+    for page in pages.pages().values() if word.strip() else ():
+        heading, lines = "", list[str]()
+        for line in page.text.splitlines():
+            heading = line.lstrip("# ") if line.startswith("#") else heading
+            if word.casefold() in line.casefold():
+                lines.append(line.strip() if line.startswith("#") else f"{heading}: {line.strip()}")
+        if lines:
+            print(f"{page.name}: {page.title}", *lines[:_HITS], sep="\n  ")
         if len(lines) > _HITS:
             print(f"  and {len(lines) - _HITS} more")
+        hits += len(lines)
     return 0 if hits else _refuse(f"no page has {word!r}", word, pages.words())
 
 

@@ -1,11 +1,10 @@
-"""The pages of the guide, which are files of the package: parts, titles, sections, words."""
+"""The pages of the guide, which are files of the package: parts, titles, words."""
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mpistrategy.cli.guide import reference
@@ -21,15 +20,6 @@ PARTS = {
     "Reference": ("names", "errors", "environment", "command-line"),
     "For developers": ("developers", "changes"),
 }
-_HEADING = re.compile(r"(#{1,6}) (.+)")
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading and the text below it, up to the next heading."""
-
-    heading: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -49,19 +39,6 @@ class Page:
         """What its first line says."""
         return self.text.partition("\n")[0].removeprefix("# ")
 
-    def sections(self) -> Iterator[Section]:
-        """Yield its sections, the title's first; lines of code never count as headings."""
-        heading, lines, is_code = "", list[str](), False
-        for line in self.text.splitlines():
-            is_code ^= line.lstrip().startswith("```")
-            if not is_code and (match := _HEADING.fullmatch(line)):
-                if heading:
-                    yield Section(heading, "\n".join(lines).strip())
-                heading, lines = match[2], []
-            else:
-                lines.append(line)
-        yield Section(heading, "\n".join(lines).strip())
-
 
 @functools.cache
 def pages() -> dict[str, Page]:
@@ -70,16 +47,6 @@ def pages() -> dict[str, Page]:
     texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files} | reference.written()
     order = [name for names in PARTS.values() for name in names if name in texts]
     return {name: Page(name, texts[name]) for name in (*order, *sorted(texts.keys() - {*order}))}
-
-
-def search(word: str) -> Iterator[tuple[Page, Section, str]]:
-    """Yield the lines that have a word, in any letter case; of a heading, the heading."""
-    folded = word.casefold()
-    for page in pages().values():
-        for section in page.sections():
-            for line in (section.heading, *section.text.splitlines()):
-                if folded in line.casefold():
-                    yield page, section, line.strip()
 
 
 def words() -> set[str]:

@@ -1,22 +1,13 @@
-"""Shows Markdown in a terminal: by rich where it is installed, else as it is written."""
+"""Markdown as a terminal shows it."""
 
 from __future__ import annotations
 
 import re
-import sys
 
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _DETAILS = re.compile(r"</?details>|<summary>.*?</summary>")
 _PICTURE = re.compile(r"!\[([^\]]*)\]\([^)\s]+\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
-_WIDTH = 120
-
-
-def show(markdown: str) -> None:
-    """Print a page."""
-    text = for_terminal(markdown)
-    if not (sys.stdout.isatty() and _shown_by_rich(text)):
-        print(text)
 
 
 def for_terminal(markdown: str) -> str:
@@ -34,14 +25,3 @@ def _typed(link: re.Match[str]) -> str:
     if re.fullmatch(r"[\w-]+\.md", page):
         return f"{text} (`mpistrategy guide {page[:-3]}`)"
     return text if target.startswith("#") else f"{text} ({target})"
-
-
-def _shown_by_rich(text: str) -> bool:
-    try:
-        from rich.console import Console
-        from rich.markdown import Markdown
-    except ImportError:
-        return False
-    console = Console()
-    console.print(Markdown(text), width=min(console.width, _WIDTH))
-    return True

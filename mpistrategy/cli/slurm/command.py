@@ -39,32 +39,30 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.list:
             print(listing())
-            return 0
-        if options.all is not None:
-            return _write_all(Path(options.all), options.force)
-        return _render(options)
-    except OptionError as error:
-        return _fail(str(error))
+        elif options.all is not None:
+            _write_all(Path(options.all), options.force)
+        elif options.template is not None:
+            _render(options)
+        else:
+            raise OptionError.at(_WHERE, found="no template", expected="a template, or --list, or --all FOLDER")
     except BrokenPipeError:
         raise  # of the screen, not of a file
-    except OSError as error:
-        return _fail(f"mpistrategy slurm: {error}")
+    except (OptionError, OSError) as error:
+        sys.stderr.write(f"{error if isinstance(error, OptionError) else f'{_WHERE}: {error}'}\n")
+        return _COULD_NOT
+    return 0
 
 
-def _render(options: argparse.Namespace) -> int:
-    if options.template is None:
-        return _fail("mpistrategy slurm: name a template, or --list, or --all FOLDER")
+def _render(options: argparse.Namespace) -> None:
     site, settings = scripts.checked(options.template, _statement(options))
     name = os.path.basename(options.output or "")
-    text = scripts.written(
-        options.template, site, settings, shlex.quote(name) if name and name.isprintable() else "FILE"
-    )
+    file = shlex.quote(name) if name and name.isprintable() else "FILE"
+    text = scripts.written(options.template, site, settings, file)
     if options.output is None:
         sys.stdout.write(text)
     else:
         _check_new(Path(options.output), options.force)
-        _write(Path(options.output), text, 0o644)
-    return 0
+        _write(Path(options.output), text)
 
 
 def _statement(options: argparse.Namespace) -> Mapping[str, object]:
@@ -94,7 +92,7 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def _write_all(folder: Path, force: bool) -> int:
+def _write_all(folder: Path, force: bool) -> None:
     paths = [path for path in sorted(scripts.FOLDER.rglob("*")) if path.suffix in (".sbatch", ".pbs", ".sh", ".py")]
     files = {folder / path.relative_to(scripts.FOLDER): path for path in paths}
     for path in files:
@@ -102,7 +100,6 @@ def _write_all(folder: Path, force: bool) -> int:
     for path, source in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, source.read_text(encoding="utf-8"), source.stat().st_mode)
-    return 0
 
 
 def _check_new(path: Path, force: bool) -> None:
@@ -111,19 +108,8 @@ def _check_new(path: Path, force: bool) -> None:
         raise OptionError.at(_WHERE, found=f"{path}, which is there", expected="a new file", fix=fix)
 
 
-def _write(path: Path, text: str, mode: int) -> None:
-    """Write a file whole or not at all; an existing file keeps its mode."""
-    target = path.resolve()
-    if target.exists() and not target.is_file():  # such as /dev/stdout
-        path.write_bytes(encoded(text))
-        return
-    if target.exists():
-        mode = target.stat().st_mode
-    with own_files.whole_file(str(target)) as file:
+def _write(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file whole or not at all; behind a link, the file that the link names."""
+    with own_files.whole_file(str(path.resolve())) as file:
         file.write(encoded(text))
         os.fchmod(file.fileno(), mode & 0o777)
-
-
-def _fail(text: str) -> int:
-    sys.stderr.write(f"{text}\n")
-    return _COULD_NOT

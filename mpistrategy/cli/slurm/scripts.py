@@ -190,8 +190,6 @@ def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[
     if "signal_lead" in eligible and int(lead) >= in_seconds(limit):
         conflict = f"signal_lead={lead} and time={limit}"
         raise _refusal(conflict, "a signal_lead in seconds that is less than the time limit")
-    if merged.get("mpiexec") == "pals" and (site.batch == "slurm" or "bind_to" in settings):
-        raise _refusal("mpiexec=pals", "PALS under PBS alone, and no bind_to=: it binds ranks to cores")
     return site, merged
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,6 @@ class Site:
     setup: tuple[str, ...] = ()
 
 
-#: The type of each attribute in TOML, by name.
-_KINDS: dict[str, type] = {
-    attribute.name: {"int": int, "str": str, "Mapping[str, Any]": dict}.get(str(attribute.type), list)
-    for attribute in fields(Site)[1:]
-}
-
-
 def names() -> list[str]:
     """Return the names of the sites that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -92,19 +85,21 @@ def load(name: object) -> Site:
         table = read_toml(path)
     except (OSError, ValueError) as error:
         raise OptionError.at(where, found=str(error), expected="a file in TOML that can be read") from None
-    for key, value in table.items():
-        if key not in _KINDS or type(value) is not _KINDS[key]:
-            kinds = ", ".join(f"{eligible} ({kind.__name__})" for eligible, kind in _KINDS.items())
-            raise OptionError.at(where, found=f"the key {key!r}", expected=f"keys out of {kinds}")
-        for part in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
-            values.one_line(part, f"{key} of {path}")
-    if table.get("batch", "slurm") not in ("slurm", "pbs"):
-        raise OptionError.at(where, found=f"batch={table['batch']!r}", expected="slurm or pbs")
-    for key in [*table.get("defaults", {}), *table.get("requires", []), *table.get("skip", [])]:
+    whole: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    kinds = {key: type(value) for key, value in vars(Site()).items() if key != "name"}
+    for key, value in whole.items():
+        if kinds.get(key) is not type(value):
+            expected = ", ".join(
+                f"{name} ({'list' if kind is tuple else kind.__name__})" for name, kind in kinds.items()
+            )
+            raise OptionError.at(where, found=f"the key {key!r}", expected=f"keys out of {expected}")
+    site = Site(name=path.stem, **whole)
+    if site.batch not in ("slurm", "pbs"):
+        raise OptionError.at(where, found=f"batch={site.batch!r}", expected="slurm or pbs")
+    for key in (*site.defaults, *site.requires, *site.skip):
         if key not in KEYS:
             raise OptionError.at(where, found=f"an unknown key {key!r}", expected=f"keys out of {', '.join(KEYS)}")
-    whole: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-    return Site(name=path.stem, **whole)
+    return site
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

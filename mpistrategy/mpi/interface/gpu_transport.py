@@ -7,7 +7,7 @@ later.  Nothing waits for the whole device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -70,35 +70,31 @@ class DevicePath(Freed):
 
 
 @dataclass
-class DevicePaths(Freed):
-    """The paths of one strategy.
+class ChosenPath(Freed):
+    """The path of one strategy.
 
     Attributes:
-        by_word: the path for each word of the options so far.
-        by_name: each of these paths once.
-        reasons: why the path was chosen, by word.
+        path: None until the ranks have chosen it.
+        reason: why, in words.
     """
 
-    by_word: dict[str, DevicePath] = field(default_factory=dict)
-    by_name: dict[str, DevicePath] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    path: DevicePath | None = None
+    reason: str = ""
 
     def check(self) -> None:
-        """Raise as the paths do, before the ranks agree on a call."""
-        for path in self.by_name.values():
-            path.check()
+        """Raise as the path does, before the ranks agree on a call."""
+        if self.path is not None:
+            self.path.check()
 
     def free(self) -> None:
-        """Free all paths, where all ranks are known to do so."""
-        for path in self.by_name.values():
-            path.free()
-        self.by_word.clear()
-        self.by_name.clear()
+        """Free the path, where all ranks are known to do so."""
+        if self.path is not None:
+            self.path.free()
 
 
-def device_paths(communicator: Ranks) -> DevicePaths:
-    """Return the paths of a communicator; `mpistrategy.mpi.gpu.transports.choice` fills them."""
-    return communicator.once(DevicePaths, DevicePaths)
+def chosen_path(communicator: Ranks) -> ChosenPath:
+    """Return the path of a communicator; `mpistrategy.mpi.gpu.transports.choice` fills it in."""
+    return communicator.once(ChosenPath, ChosenPath)
 
 
 def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceArray:

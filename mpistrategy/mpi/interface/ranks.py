@@ -159,11 +159,25 @@ class Ranks(ABC):
     def progress(self) -> None:  # noqa: B027  # there need be no messages
         """Let messages make progress."""
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+    def allreduce(
+        self,
+        buffer: Array,
+        op: str = "SUM",
+        source: Array | None = None,
+        *,
+        by_lanes: bool = False,
+        wire: np.dtype[Any] | None = None,
+    ) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks, the same bits on all; NaN wins.
 
-        This rank's value is in `source`, which does not change; None means in `buffer`.  Any number, of one dtype and
-        size on all ranks.
+        Any number, of one dtype and size on all ranks.
+
+        Args:
+            buffer: contiguous.
+            op: "SUM", "MIN", "MAX" or "PROD".
+            source: this rank's value, which does not change; None means that it is in `buffer`.
+            by_lanes: whether a buffer of any size goes by lanes between nodes.
+            wire: the dtype in which sums travel between nodes, where it differs from the buffer's.
         """
         put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
 

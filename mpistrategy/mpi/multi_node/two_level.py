@@ -49,38 +49,12 @@ def piece_bytes_for(node_of: Sequence[int]) -> int:
     return min(PIECE_BYTES, max(most, _LEAST_PIECE_BYTES))
 
 
-def shared_bytes(node_of: Sequence[int]) -> int:
-    """Return how much memory each rank of a node with several shares, from the first use on."""
-    return segment_bytes(piece_bytes_for(node_of))
-
-
 def give_away(most: int, looks: int) -> None:
     """Give the core away before the next of `most` looks; nap before the later ones."""
     if looks < most:
         os.sched_yield()
     else:
         time.sleep(5e-5)
-
-
-@quietly
-def allreduce_across(
-    communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, wire: Wire = None
-) -> None:
-    """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.  Collective.
-
-    Args:
-        communicator: the ranks, on any number of nodes.
-        buffer: contiguous; equal size and dtype on all ranks.
-        op: "SUM", "MIN", "MAX" or "PROD".
-        source: this rank's contribution, where it is not `buffer`; stays as it is.
-        wire: the dtype in which sums travel between the nodes, where it differs from the buffer's.
-    """
-    flat = buffer.reshape(-1)
-    operand = flat if source is None else source.reshape(-1)
-    if communicator.has_links:
-        across_nodes(communicator).allreduce(operand, flat, op, wire)
-    else:
-        communicator.allreduce(flat, op, operand)
 
 
 def across_nodes(communicator: Any) -> Lanes:
@@ -106,7 +80,7 @@ class Lanes(Freed, Waiting):
     def __init__(self, communicator: Any) -> None:
         self.ranks: Any = communicator
         node_of = communicator.node_of
-        memory = communicator.shared(shared_bytes(node_of)) if communicator.has_lanes else None
+        memory = communicator.shared(segment_bytes(piece_bytes_for(node_of))) if communicator.has_lanes else None
         self.sees_node: bool = memory is not None and memory.is_shared
         self.piece_bytes: int = piece_bytes_for(node_of if self.sees_node else [0])
         self.node_sum: NodeSum | None = None
@@ -121,10 +95,11 @@ class Lanes(Freed, Waiting):
         self._rounded: list[Rounded] = []
         self._pause = communicator.pause or partial(give_away, _CROWDED_LOOKS if communicator.is_crowded else _LOOKS)
 
+    @quietly
     def allreduce(self, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
 
-        `wire`: see `allreduce_across`.
+        `op`, `wire`: see `mpistrategy.mpi.interface.ranks.Ranks.allreduce`.
         """
         if self.node_sum is None:
             self.in_place((source,), (target,), op, wire)
@@ -147,7 +122,7 @@ class Lanes(Freed, Waiting):
         Args:
             arrays: flat, by local rank.
             targets: flat, of the same size and dtype; may be the arrays themselves.
-            op, wire: see `allreduce_across`.
+            op, wire: see `mpistrategy.mpi.interface.ranks.Ranks.allreduce`.
             divisor: the result is divided by it; floating dtypes only.
         """
         if self.node_sum is not None:

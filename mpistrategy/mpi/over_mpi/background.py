@@ -35,23 +35,6 @@ _NUDGES = 8
 _LEAST_BYTES = 2**18
 
 
-def patiently(looks: int) -> None:
-    """Sleep between two looks at the messages: briefly at first, for small values, then some milliseconds."""
-    time.sleep(min(_SHORTEST_NAP * 2 ** min(looks, 10), _LONGEST_NAP))
-
-
-def promptly(looks: int) -> None:
-    """Look on for a moment, then sleep briefly: the network may need this core.
-
-    A step of torch's DDP, 25 M parameters, two nodes of one core each without a limit of the network: 247 ms, with naps
-    of 0.5 ms 255, over gloo 252.  At 1 Gbit/s both take as long.
-    """
-    if looks <= _LOOKS:
-        os.sched_yield()
-    else:
-        time.sleep(_SHORTEST_NAP)
-
-
 class Background(Freed):
     """The thread, from the first job on, and its jobs.
 
@@ -162,11 +145,17 @@ class Background(Freed):
             job.result()
 
     def pause(self, looks: int) -> None:
-        """Give the core away between two looks at the messages, and let them move on."""
-        if self.is_here:
-            (promptly if self._awaited else patiently)(looks)
+        """Give the core away between two looks at the messages, and let them move on.
+
+        The program's own thread does not nap: 4 MiB at 1 Gbit/s took 43 ms with naps, and 37 without.  The background
+        thread naps for some milliseconds, at first and while the program waits for it only briefly: the network may
+        need this core.  A step of torch's DDP, 25 M parameters, two nodes of one core each without a limit of the
+        network: 247 ms, with naps of 0.5 ms 255, over gloo 252.  At 1 Gbit/s both take as long.
+        """
+        if not self.is_here or (self._awaited and looks <= _LOOKS):
+            os.sched_yield()
         else:
-            os.sched_yield()  # the program's own thread: 4 MiB at 1 Gbit/s took 43 ms with naps, and 37 without
+            time.sleep(_SHORTEST_NAP if self._awaited else min(_SHORTEST_NAP * 2 ** min(looks, 10), _LONGEST_NAP))
         for _ in range(_NUDGES):
             self.communicator.progress()
 

@@ -27,13 +27,15 @@ from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface.ranks import MAX_COUNT, Ranks, as_bytes, pieces, put
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.introductions import Introduction, introductions, python_version, version
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
+from mpistrategy.mpi.multi_node.reduced_precision import Wire
+from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, bytes_for, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.segments import (
     Fence,
     SharedMemory,
+    no_fence,
     part,
     private_memory,
     share,
@@ -269,26 +271,28 @@ class MpiRanks(Ranks):
     def progress(self) -> None:
         self._comm.Iprobe()
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
-        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
-
-        This rank's value is in `source`, which does not change; None means in `buffer`.
-        """
-        way = self.route(buffer.nbytes, buffer.dtype, op)
+    def allreduce(
+        self,
+        buffer: Array,
+        op: str = "SUM",
+        source: Array | None = None,
+        *,
+        by_lanes: bool = False,
+        wire: Wire = None,
+    ) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; see `Ranks.allreduce`."""
+        way = "lanes" if by_lanes or wire is not None else self.route(buffer.nbytes, buffer.dtype, op)
+        flat = buffer.reshape(-1)
+        operand = flat if source is None else source.reshape(-1)
         if way == "node_sum" and self.node_sum is not None:
-            flat = buffer.reshape(-1)
-            self.node_sum.run([(flat if source is None else source.reshape(-1), flat)], op)
+            self.node_sum.run([(operand, flat)], op)
         elif way == "lanes":
-            allreduce_across(self, buffer, op, source=source)
-        elif way == "root":
-            if source is not None:
-                buffer[...] = source
-            self.reduce(buffer, 0, op)
-            self.bcast(buffer, 0)
+            across_nodes(self).allreduce(operand, flat, op, wire)
         else:
-            if source is not None:
-                put(buffer, source)
-            self.reduce(buffer, None, op)
+            put(buffer, buffer if source is None else source)
+            self.reduce(buffer, 0 if way == "root" else None, op)
+            if way == "root":
+                self.bcast(buffer, 0)
 
     def reduce(self, buffer: Any, root: int | None, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere.
@@ -401,10 +405,10 @@ class MpiRanks(Ranks):
 
 
 @cache
-def _memory_fence() -> Fence | None:
-    """Return a memory fence; None if the processor keeps writes in order."""
+def _memory_fence() -> Fence:
+    """Return a memory fence, if the processor needs it."""
     if platform.machine().lower() in ("x86_64", "amd64", "i686"):
-        return None
+        return no_fence
     window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
     return window.Sync

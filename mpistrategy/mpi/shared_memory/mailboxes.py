@@ -20,7 +20,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.channel import ControlChannel
-from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned
+from mpistrategy.mpi.shared_memory.segments import Fence, SharedMemory, aligned
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 _NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
@@ -59,7 +59,7 @@ class Mailboxes(ControlChannel):
         control: carries texts.
 
     Attributes:
-        fence: keeps reads and writes in order; None where the processor does that itself.
+        fence: keeps reads and writes in order.
         sequence: the number of exchanges so far; the same on every rank whenever none is under way.
         slots: an exchange uses the slot of its sequence number modulo 2.
     """
@@ -69,7 +69,7 @@ class Mailboxes(ControlChannel):
     ) -> None:
         self.payload_bytes = payload_bytes
         self.sequence: int = 0
-        self.fence: Callable[[], object] | None = memory.fence
+        self.fence: Fence = memory.fence
         self.waiting = waiting
         self.local_rank: int = memory.local_rank
         self.size: int = len(memory.segments)
@@ -92,38 +92,31 @@ class Mailboxes(ControlChannel):
         """
         if look is not None:
             return super().all_equal(digest, look)
-        sequence, fence = self._show(digest), self.fence
+        self.start(digest)
+        sequence, fence = self.sequence, self.fence
         for peer in self.slots[sequence & 1].peers:
             if peer[0] != sequence:
                 self.waiting.until(peer, sequence)
-            if fence is not None:
-                fence()
+            fence()
             if peer[1] != digest:
                 return False
         return True
 
-    def _show(self, digest: int) -> int:
-        """Show the peers this rank's digest and its mailbox; return the number of the exchange."""
-        self.sequence = sequence = self.sequence + 1
-        own_numbers = self.slots[sequence & 1].own_numbers
-        own_numbers[1] = digest
-        if self.fence is not None:
-            self.fence()
-        own_numbers[0] = sequence
-        return sequence
-
     def start(self, digest: int) -> None:
-        """Show the peers this rank's digest, and do not wait for theirs."""
+        """Show the peers this rank's digest and its mailbox, and do not wait for theirs."""
         self._digest = digest
-        self._show(digest)
+        self.sequence += 1
+        own_numbers = self.slots[self.sequence & 1].own_numbers
+        own_numbers[1] = digest
+        self.fence()
+        own_numbers[0] = self.sequence
 
     def finished(self) -> bool | None:
         """Return whether all digests are equal after `start`, or None while ranks are missing."""
         peers = self.slots[self.sequence & 1].peers
         if any(peer[0] != self.sequence for peer in peers):
             return None
-        if self.fence is not None:
-            self.fence()
+        self.fence()
         return all(peer[1] == self._digest for peer in peers)
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:

@@ -288,8 +288,7 @@ class NodeSum:
         for peer_number in counter.numbers:
             if peer_number[0] < number:
                 self._waiting.until(peer_number, number)
-        if counter.fence is not None:
-            counter.fence()
+        counter.fence()
 
 
 def _nothing() -> None:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -32,7 +32,12 @@ from mpistrategy.mpi.shared_memory import memory_limits
 ALIGNMENT = 64
 _NAME = "mpistrategy"
 
+#: Orders earlier writes and reads before later ones.
 Fence = Callable[[], object]
+
+
+def no_fence() -> None:
+    """Do nothing: the processor keeps writes and reads in order by itself."""
 
 
 def aligned(nbytes: int) -> int:
@@ -48,13 +53,13 @@ class SharedMemory:
         segments: flat uint8 arrays, by local rank; where `is_shared` is False only this rank's own.
         local_rank: this rank's index among them.
         is_shared: whether the other ranks of the node see them.
-        fence: orders earlier writes before later ones; None where the processor does so by itself.
+        fence: orders earlier writes before later ones, and earlier reads before later ones.
     """
 
     segments: tuple[Array, ...]
     local_rank: int = 0
     is_shared: bool = False
-    fence: Fence | None = None
+    fence: Fence = no_fence
 
     @property
     def own_segment(self) -> Array:
@@ -76,7 +81,7 @@ def private_memory(nbytes: int) -> SharedMemory:
     return SharedMemory((block[start : start + nbytes],))
 
 
-def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
+def share(nbytes: int, ranks: Any, fence: Fence = no_fence, *, sparing: bool = False) -> SharedMemory | str:
     """Return `nbytes` for each rank of this node, or, on every rank, the same reason why not.
 
     Collective over all `ranks`; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the free memory
@@ -101,7 +106,7 @@ def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool 
     finally:
         if block is None and handle >= 0:
             os.close(handle)
-    reason = _any_reason(ranks, reason)
+    reason = next(filter(None, ranks.allgather_text(reason)), "")
     if reason or block is None:
         return reason
     memory_of_node = np.frombuffer(block, np.uint8)
@@ -124,7 +129,8 @@ def _file_of_node(ranks: Any) -> tuple[int, str]:
             own_text = f"{_identity(handle)} /proc/{os.getpid()}/fd/{handle}"
     except (OSError, AttributeError) as error:
         reason = f"no file for shared memory: {_in_words(error)}"
-    identity, _, path = _text_of_leader(ranks, own_text).partition(" ")
+    leader = ranks.node_of.index(ranks.node_of[ranks.rank])
+    identity, _, path = ranks.allgather_text(own_text)[leader].partition(" ")
     try:
         if ranks.local_rank and path:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -139,19 +145,6 @@ def _identity(handle: int) -> str:
     """Return an identity of an open file, unique on the node."""
     state = os.fstat(handle)
     return f"{state.st_dev}:{state.st_ino}"
-
-
-def _text_of_leader(ranks: Any, text: str) -> str:
-    """Return the text of the first rank of this node."""
-    leader: int = ranks.node_of.index(ranks.node_of[ranks.rank])
-    texts: list[str] = ranks.allgather_text(text)
-    return texts[leader]
-
-
-def _any_reason(ranks: Any, reason: str) -> str:
-    """Return the first text that is not empty, of all ranks; "" when all are empty."""
-    reasons: list[str] = ranks.allgather_text(reason)
-    return next((text for text in reasons if text), "")
 
 
 def _new_file() -> int:
@@ -170,12 +163,8 @@ def _in_words(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------- mappings
 
 
-class _Mapping(NamedTuple):
-    address: int
-    nbytes: int
-    handle: int
-
-
+#: The address, length and file of a mapping.
+_Mapping: TypeAlias = tuple[int, int, int]
 #: The mappings that a child must not write to, by the identity of the object that keeps them.
 _mappings: dict[int, _Mapping] = {}
 
@@ -194,7 +183,7 @@ def _mapped(handle: int, nbytes: int) -> mmap.mmap:
     """Return the file as memory; it is unmapped, and the descriptor closed, after the last reference to it."""
     # Python's object keeps the addresses; the file is mapped over them by hand, so that a child can do it again.
     block = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping = _Mapping(np.frombuffer(block, np.uint8).ctypes.data, nbytes, handle)
+    mapping = np.frombuffer(block, np.uint8).ctypes.data, nbytes, handle
     if not _map(mapping, mmap.MAP_SHARED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     _mappings[id(block)] = mapping
@@ -209,9 +198,8 @@ def _forget(identity: int, handle: int) -> None:
 
 def _map(mapping: _Mapping, kind: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> bool:
     """Map the file at its address, in place of the present mapping; return whether that was possible."""
-    fixed = 0x10
-    address = _libc().mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0)
-    return bool(address == mapping.address)
+    fixed, (address, nbytes, handle) = 0x10, mapping
+    return bool(_libc().mmap(address, nbytes, access, kind | fixed, handle, 0) == address)
 
 
 def _make_private() -> None:

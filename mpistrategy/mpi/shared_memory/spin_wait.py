@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, Fence, SharedMemory
 
 #: Looks before the core is given away: about 2 and 140 microseconds.
 _FEWEST_LOOKS, _MOST_LOOKS = 64, 4096
@@ -40,13 +40,12 @@ class Counter:
         self.numbers: list[memoryview[int]] = [
             segment[counter_bytes(line) :][:8].data.cast("B").cast("q") for segment in memory.segments
         ]
-        self.fence: Callable[[], object] | None = memory.fence
+        self.fence: Fence = memory.fence
         self._own_number = self.numbers[memory.local_rank]
 
     def tell(self, number: int) -> None:
         """Show the peers that this rank has come to `number`."""
-        if self.fence is not None:
-            self.fence()
+        self.fence()
         self._own_number[0] = number
 
 

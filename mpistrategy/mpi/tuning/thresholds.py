@@ -146,15 +146,13 @@ def load(file: Path) -> Thresholds:
     """
     try:
         content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
-    except (ValueError, RecursionError) as error:  # also for what is no UTF-8
-        raise ValueError(f"it is not JSON ({reprlib.repr(str(error))})") from error
-    names = DEFAULT.sizes().keys()
-    if not isinstance(content, dict) or content.keys() != {*names, "source"}:
-        raise ValueError(f"it does not have the thresholds {', '.join(names)}")
-    for name in names:
-        if type(content[name]) is not int or not 64 <= content[name] <= _MOST or content[name] % 64:
-            raise ValueError(f"{name} is {reprlib.repr(content[name])}, expected a multiple of 64 from 64 to {_MOST}")
-    return Thresholds(**{**content, "source": str(file)})
+        found = Thresholds(**{**content, "source": str(file)})
+    except (ValueError, RecursionError, TypeError) as error:  # also for what is no UTF-8
+        raise ValueError(f"it is no file of thresholds ({reprlib.repr(str(error))})") from error
+    for name, size in found.sizes().items():
+        if type(size) is not int or not 64 <= size <= _MOST or size % 64:
+            raise ValueError(f"{name} is {reprlib.repr(size)}, expected a multiple of 64 from 64 to {_MOST}")
+    return found
 
 
 def agreed(version: str, rank: int, node_of: Sequence[int], allgather_text: Callable[[str], list[str]]) -> Thresholds:
@@ -179,14 +177,12 @@ def agreed(version: str, rank: int, node_of: Sequence[int], allgather_text: Call
 
 def _thresholds_of(library: str, node_of: Sequence[int]) -> tuple[Thresholds, str]:
     """Return the thresholds of a file, and why it cannot be used; then the shipped ones."""
-    path, default = os.environ.get(VARIABLE), default_for(library)
-    file = path
+    default, named = default_for(library), os.environ.get(VARIABLE)
+    file = named or ""
     try:
-        if path is None:
-            file = str(file_for(library, max(Counter(node_of).values()), max(node_of) + 1))
-        if not file or (path is None and not os.path.isfile(file)):
-            return default, ""
-        return load(expanded(file)), ""
+        path = file_for(library, max(Counter(node_of).values()), max(node_of) + 1)
+        file = file or str(path)
+        return (load(path) if named or (named is None and os.path.isfile(path)) else default), ""
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
         complaint = (

@@ -35,7 +35,7 @@ from mpistrategy.arrays.gpu import (
     own_result,
 )
 from mpistrategy.mpi.gpu.transports.choice import any_path, device_path
-from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, chosen_path, communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.mpi.shared_memory.segments import aligned
@@ -381,11 +381,11 @@ class GpuRoute(Transfer):
             copies = (*copies, f"into {dtype.name} and back")
         elif target is not None and target is not arrays[first]:
             copies = ("all into the result",)
-        paths = device_paths(self._ranks)
-        if self.word not in paths.by_word:
+        chosen = chosen_path(self._ranks)
+        if chosen.path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call", copies
-        name = paths.by_word[self.word].name
-        return f"in GPU memory, {_PATHS[name]} ({name}: {paths.reasons[self.word]})", copies
+        name = chosen.path.name
+        return f"in GPU memory, {_PATHS[name]} ({name}: {chosen.reason})", copies
 
 
 def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
@@ -413,7 +413,7 @@ def prepare(ranks: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
     check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
     check_no_capture(cupy_for(_WHAT), where)
     with arrays[0].device:
-        device_paths(ranks).check()
+        chosen_path(ranks).check()
 
 
 def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
@@ -447,7 +447,7 @@ def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) 
         memory = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
         own_block = memory[sum(rows[: communicator.rank]) * width :][: block.size]
         own_block[...] = block.reshape(-1)
-        device_paths(communicator).check()
+        chosen_path(communicator).check()
         return own_block, memory.reshape((sum(rows), *block.shape[1:]))
 
 

@@ -24,7 +24,6 @@ from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
 from mpistrategy.mpi.shared_memory.segments import aligned
@@ -121,10 +120,8 @@ class CommunicatorRoute(Transfer):
         for source, target in pairs:
             if self._reduce_pair is not None:
                 self._reduce_pair(source, target)
-            elif wire is not None or self._name == "lanes":
-                allreduce_across(self._ranks, target, self._text, source=source, wire=wire)
             else:
-                self._ranks.allreduce(target, self._text, source)
+                self._ranks.allreduce(target, self._text, source, by_lanes=self._name == "lanes", wire=wire)
             divide_by(divisor, target)
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:

@@ -84,7 +84,6 @@ class Recorder:
         self._steps = self._count = 0
         self._open: dict[Any, _Interval] = {}
         self._tracks: dict[int, tuple[int, int]] = {}
-        self._groups: dict[Guard, str] = {}
         self._file: IO[str] | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrategy trace", daemon=True)
@@ -104,9 +103,7 @@ class Recorder:
 
     def entered(self, guard: Guard, call: CurrentCall) -> None:
         """Note when a collective begins."""
-        if guard not in self._groups:
-            self._groups[guard] = _group_of(guard)
-        self._open[guard] = _Interval("collective", (self._groups[guard], call), _now(), self._track())
+        self._open[guard] = _Interval("collective", (_group_of(guard), call), _now(), self._track())
 
     def left(self, guard: Guard, call: CurrentCall) -> None:
         """Put a collective into the queue."""
@@ -131,10 +128,7 @@ class Recorder:
 
     def _track(self) -> tuple[int, int]:
         """Return the rank and the number of this thread."""
-        thread = threading.get_ident()
-        if thread not in self._tracks:
-            self._tracks[thread] = own_place()[0], len(self._tracks)
-        return self._tracks[thread]
+        return self._tracks.setdefault(threading.get_ident(), (own_place()[0], len(self._tracks)))
 
     def _give_up(self, why: str) -> None:
         observers.unwatch(self)

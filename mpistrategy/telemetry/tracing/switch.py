@@ -29,9 +29,6 @@ class Trace(Switched, Settable):
         self.directory = directory
         self._recorder: Recorder | None = None
 
-    def __repr__(self) -> str:
-        return f"<Trace into {self.directory!r}, {'begun' if self._recorder else 'not begun'}>"
-
     @property
     def path(self) -> str:
         """The file of this rank; "" before something was recorded."""

@@ -8,7 +8,6 @@ of the fastest.  This takes no messages, so that the recordings of a killed job 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -22,8 +21,6 @@ from mpistrategy.telemetry.tracing.recorder import PREFIX, SUFFIX, VERSION
 _WHERE = "mpistrategy trace"
 #: Ranks of one run begin to record within so much time.
 _TOGETHER_US = 600e6
-#: Far more than a rank writes into a file.
-_MOST_BYTES = 2**29
 #: What every event has.
 _FIELDS = {"name", "ph", "ts", "pid", "tid", "args"}
 
@@ -35,17 +32,13 @@ class Recording:
     """The recording of a rank: one file.
 
     Attributes:
-        path: where it is.
         header: what its first event says.
         events: what happened, by beginning.
-        damaged: how many lines could not be read.
         is_whole: whether the recording was ended in order.
     """
 
-    path: str
     header: Event
     events: list[Event]
-    damaged: int = 0
     is_whole: bool = False
 
     @property
@@ -206,8 +199,6 @@ def read(path: str) -> Recording | None:
         TraceError: for a recording of another version.
     """
     with os.fdopen(own_files.open_trusted(path), encoding="utf-8", errors="replace") as file:
-        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
         lines = [line.strip().rstrip(",") for line in file]
     events = [_event_in(line) for line in lines if line not in ("", "[", "]")]
     if not events or events[0] is None or events[0]["name"] != "mpistrategy":
@@ -219,7 +210,7 @@ def read(path: str) -> Recording | None:
     intervals = sorted(
         (event for event in readable if event["ph"] == "X"), key=lambda event: (event["ts"], -event["dur"])
     )
-    return Recording(path, header, intervals, len(events) - len(readable), readable[-1]["name"] == "end")
+    return Recording(header, intervals, readable[-1]["name"] == "end")
 
 
 def _event_in(line: str) -> Event | None:

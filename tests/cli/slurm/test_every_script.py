@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 import replicas
 from slurm_bed import SlurmBed
 from slurm_scripts import ON_PBS, script
-from slurm_user import NEEDS_SLURM, started
+from slurm_user import WHY_NOT
 
 from mpistrategy.cli.slurm import sites
 from mpistrategy.cli.slurm.scripts import TEMPLATES
@@ -46,48 +43,29 @@ ALL |= {f"none-{template}": script(template, {}) for template in TEMPLATES}
 ALL |= {f"pbs-{template}": script(template, {"site": "pbs"}) for template in ON_PBS}
 
 
-def at_once(commands: dict[str, list[str]], **options: object) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Run commands, some at a time; return what became of each."""
-    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        run = lambda command: subprocess.run(command, capture_output=True, text=True, check=False, **options)  # noqa: E731
-        return dict(zip(commands, pool.map(run, commands.values()), strict=True))
-
-
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="not run: no shellcheck on this machine")
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     """The templates; and with MPISTRATEGY_TEST_ALL=1 what they are on each cluster."""
     tried = {name: text for name, text in ALL.items() if replicas.ALL or name.startswith(("none-", "pbs-", "keys-"))}
     # One script of those that differ in comments only.
     different = {"\n".join(line for line in text.splitlines() if line[:1] != "#"): name for name, text in tried.items()}
-    names = sorted(different.values())
-    for name in names:
+    for name in different.values():
         (tmp_path / name).write_text(ALL[name])
-    parts = [names[first :: os.cpu_count()] for first in range(os.cpu_count() or 1)]
-    done = at_once({str(number): ["shellcheck", *part] for number, part in enumerate(parts)}, cwd=tmp_path)
-    assert [each.stdout for each in done.values()] == [""] * len(parts)
+    done = subprocess.run(
+        ["shellcheck", *different.values()], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout + done.stderr == ""
 
 
-PARTITIONS = sorted(
-    {str(sites.load(site).defaults["partition"]) for site in SITES if "partition" in sites.load(site).defaults}
-)
-
-
-@pytest.fixture(scope="module")
-def paper() -> Iterator[SlurmBed]:
-    yield from started(nodes=8, cpus=288, gpus=4, paper=True, partitions=PARTITIONS)
-
-
-class TestOnPaper:
-    pytestmark = NEEDS_SLURM
-
-    @replicas.long_lane
-    def test_slurm_takes_every_script(self, paper: SlurmBed) -> None:
-        there = {name: text for name, text in ALL.items() if "#SBATCH" in text}
-        refused = {}
-        with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            ask = lambda text: paper.run("sbatch", "--test-only", input=text)  # noqa: E731
-            for name, done in zip(there, pool.map(ask, there.values()), strict=True):
-                if done.returncode or "to start at" not in done.stderr:
-                    refused[name] = done.stderr
-        assert refused == {}
-        assert len(there) > 80
+@replicas.long_lane
+@pytest.mark.skipif(bool(WHY_NOT), reason=f"not run: {WHY_NOT}")
+def test_slurm_takes_every_script(bed: SlurmBed) -> None:
+    refused = {}
+    for name, text in ALL.items():
+        # Partitions are those of a cluster.
+        asked = "".join(line for line in text.splitlines(keepends=True) if "--partition=" not in line)
+        done = bed.run("sbatch", "--test-only", input=asked)
+        if "#SBATCH" in text and (done.returncode or "to start at" not in done.stderr):
+            refused[name] = done.stderr
+    assert refused == {}
+    assert len(ALL) > 90

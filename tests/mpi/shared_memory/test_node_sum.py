@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, in_step, one_node, part_of, same_everywhere
+from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, one_node, part_of, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
@@ -164,22 +164,6 @@ def seen_by_all(strategy: ms.Strategy, mine: Array, op: str, divisor: int, *, ev
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("lateness", [0, 300, 20_000])
-def test_many_reductions_in_a_row_never_mix(sums: dict[int, NodeSum], chunk: int, lateness: int) -> None:
-    common, own = np.random.default_rng(chunk), np.random.default_rng([chunk, RANK])
-    for number in range(300 if lateness < 1000 else 60):
-        idle(int(own.integers(0, lateness + 1)))
-        dtype = WIRE_DTYPES[common.integers(len(WIRE_DTYPES))]
-        sizes = common.integers(0, 3 * chunk // dtype.itemsize + 2, common.integers(1, 4))
-        pairs = [(np.full(n, RANK + number % 50, dtype), np.empty(n, dtype)) for n in sizes]
-        sums[chunk].run(pairs)
-        for _, target in pairs:
-            assert np.all(target == np.array(sum(RANKS) + SIZE * (number % 50)).astype(dtype))
-        if common.integers(5) == 0:
-            sums[chunk].barrier()
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_rank_that_is_late_within_a_reduction(
     sums: dict[int, NodeSum], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,22 +183,3 @@ def test_a_rank_that_is_late_within_a_reduction(
         target = values[RANK].copy()
         sums[chunk].run([(target, target)])
         assert bits(target) == bits(right)
-
-
-def test_no_warning_in_the_middle(sums: dict[int, NodeSum]) -> None:
-    """It would end one rank and leave its peers waiting."""
-    with np.errstate(all="raise"):
-        for op, value in (("SUM", 1.7e308), ("PROD", 1e300), ("PROD", 1e-300), ("SUM", np.inf * (-1) ** RANK)):
-            target = np.full(100, value)
-            sums[192].run([(target, target)], op)
-            sums[192].run(((np.full(100, 5e-324), target),), "MIN", SIZE)
-
-
-def test_ranks_may_want_results_in_different_places(strategy: ms.Strategy) -> None:
-    target = np.zeros(40_000, np.float32)
-    for number in range(SIZE + 1):
-        everyones = [brought(rank, np.float32, target.size, number) for rank in RANKS]
-        out = target if number % SIZE == RANK else None
-        found = in_step(strategy, lambda ctx, mine=everyones[RANK], out=out: ctx.all_reduce("SUM", mine, out=out))
-        assert (found is target) == (out is not None)
-        assert bits(found) == bits(by_definition("SUM", everyones))

@@ -60,33 +60,20 @@ def refuse(*_: object) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_new_file", refuse)
-
-
-def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container that does not see the first rank's process its number is that of another one."""
-    monkeypatch.setattr(segments, "_identity", lambda handle: f"that of {RANK}")
-
-
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-
-
-def no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments.mmap, "mmap", refuse)
-
-
-def a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_limits, "memory", lambda: Room(100, 2**30, "what a made-up limit allows"))
-
-
-TROUBLES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "no file": (no_file, "No space left on device"),
-    "another file": (another_file, "no file for shared memory that all ranks of a node can open"),
-    "no room": (no_room, "No space left on device"),
-    "no mapping": (no_mapping, "No space left on device"),
-    "a limit": (a_limit, "where 0 MiB are free of what a made-up limit allows"),
+#: What a rank finds, and the reason that rank 0 gives.  In a container that does not see the first rank's process, its
+#: number is that of another process.
+TROUBLES: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "no file": (segments, "_new_file", refuse, "No space left on device"),
+    "another file": (
+        *(segments, "_identity", lambda handle: f"that of {RANK}"),
+        "no file for shared memory that all ranks of a node can open",
+    ),
+    "no room": (os, "posix_fallocate", refuse, "No space left on device"),
+    "no mapping": (segments.mmap, "mmap", refuse, "No space left on device"),
+    "a limit": (
+        *(memory_limits, "memory", lambda: Room(100, 2**30, "what a made-up limit allows")),
+        "where 0 MiB are free of what a made-up limit allows",
+    ),
 }
 # The first rank makes the file, each rank reserves and maps it.
 CASES = [(0, "no file"), *((rank, t) for rank in sorted({0, SIZE - 1}) for t in TROUBLES if t != "no file")]
@@ -95,13 +82,13 @@ CASES = [(0, "no file"), *((rank, t) for rank in sorted({0, SIZE - 1}) for t in 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("where", "trouble"), CASES)
 def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, where: int, trouble: str) -> None:
-    make, reason = TROUBLES[trouble]
+    *patch, reason = TROUBLES[trouble]
     open_files = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with monkeypatch.context() as patched:
             if where == RANK:
-                make(patched)
+                patched.setattr(*patch)
             strategy = ms.MirroredStrategy()
         ranks: Any = strategy.extended.communicator
         again = ranks.shared(1000)  # there would be room now, but what has been agreed stays
@@ -140,7 +127,7 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patched:
             warnings.simplefilter("always")
             if where == RANK:
-                no_room(patched)
+                patched.setattr(os, "posix_fallocate", refuse)
             memory = ranks.shared(10_000)
         assert len(caught) == (RANK == 0)
         assert all("cannot share more memory" in str(warning.message) for warning in caught)

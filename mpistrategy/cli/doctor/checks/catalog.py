@@ -12,10 +12,8 @@ from mpistrategy.cli.doctor.findings import Finding, Job
 
 Check = Callable[[Job], list[Finding]]
 
-#: For every job, also where ranks are missing.
-ALWAYS: tuple[Check, ...] = (launch.launch, launch.pmi)
 #: For jobs whose ranks all answered, also where the library refuses to start.
-ALONE: tuple[Check, ...] = (launch.versions, launch.library)
+ALONE: tuple[Check, ...] = (launch.launch, launch.versions, launch.library)
 #: For jobs that the library can start on.
 TOGETHER: tuple[Check, ...] = (
     launch.thread_level,
@@ -25,7 +23,6 @@ TOGETHER: tuple[Check, ...] = (
     gpu.gpus,
     gpu.cuda_aware,
     node.network,
-    node.start,
     launch.sums,
     node.leftovers,
 )
@@ -33,7 +30,7 @@ TOGETHER: tuple[Check, ...] = (
 
 def examine(job: Job) -> list[Finding]:
     """Return the findings of all checks."""
-    checks = ALWAYS
-    if not job.missing:
-        checks += ALONE if job.facts[0]["refusal"] else (*ALONE, *TOGETHER)
+    if job.missing:
+        return launch.launch(job)
+    checks = ALONE if job.facts[0]["refusal"] else (*ALONE, *TOGETHER)
     return [finding for check in checks for finding in check(job)]

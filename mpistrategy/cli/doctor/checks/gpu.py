@@ -14,7 +14,7 @@ def _sight(rank: Facts) -> Sight:
 
 def gpus(job: Job) -> list[Finding]:
     """Find GPUs that are hidden from the ranks, ranks that would share one, and ranks that see only their own."""
-    sights, name = [_sight(rank) for rank in job.facts], "gpus"
+    sights = [_sight(rank) for rank in job.facts]
     hidden = [
         rank
         for rank, sight in zip(job.facts, sights, strict=True)
@@ -24,11 +24,11 @@ def gpus(job: Job) -> list[Finding]:
         return [_hidden(hidden)]
     if not any(sight.gpus for sight in sights):
         amd = " that this library can use (AMD)" if any(rank["amd"] for rank in job.facts) else ""
-        return [Finding(name, OK, f"none{amd}: the ranks work on CPUs")]
+        return [Finding("gpus", OK, f"none{amd}: the ranks work on CPUs")]
     try:
         bound = bind(sights)
     except DeviceError as error:
-        return [Finding(name, BAD, *parts_of(error))]
+        return [Finding("gpus", BAD, *parts_of(error))]
     drives = [f"rank {rank} drives GPU:{n} ({sights[rank].gpus[n].name})" for rank, n in enumerate(bound[:4])]
     shown = ", ".join(drives) + (" and so on" if len(bound) > 4 else "")
     for ranks in job.nodes.values():
@@ -36,8 +36,8 @@ def gpus(job: Job) -> list[Finding]:
         if max(map(len, views)) == 1 < len({gpu.name for gpus in views for gpu in gpus}):
             text = "{shown}; the ranks on {host} see only their own, so that no GPU can copy from another directly"
             fix = "Let every rank see all GPUs of its node: --gpus-per-node=N, and no --gpus-per-task or --gpu-bind"
-            return [finding_of(name, NOTE, ranks, text, fix, shown=shown)]
-    return [Finding(name, OK, shown)]
+            return [finding_of("gpus", NOTE, ranks, text, fix, shown=shown)]
+    return [Finding("gpus", OK, shown)]
 
 
 def _hidden(hidden: list[Facts]) -> Finding:
@@ -56,7 +56,7 @@ def _hidden(hidden: list[Facts]) -> Finding:
 def cuda_aware(job: Job) -> list[Finding]:
     """Find an MPI that says that it takes GPU memory and does not."""
     trial, name, path = job.trial, "cuda-aware", "without NCCL arrays travel through the host (staged)"
-    if not _sees_gpus(job):
+    if not any(_sight(rank).gpus for rank in job.facts):
         return [Finding(name, OK, "not applicable: no rank sees a GPU")]
     refused = next((rank["cuda_refused"] for rank in job.facts if rank["cuda_refused"]), "")
     if trial is not None and trial.outcome == "wrong":
@@ -73,7 +73,3 @@ def cuda_aware(job: Job) -> list[Finding]:
         return [Finding(name, NOTE, f"no, {refused}: {path}", fix)]
     why = (trial.reason if trial is not None else job.untried) or "one rank alone"
     return [Finding(name, NOTE, f"not tried, {why}: {path}", f"If you know it: export {VARIABLE}=1, or 0")]
-
-
-def _sees_gpus(job: Job) -> bool:
-    return any(_sight(rank).gpus for rank in job.facts)

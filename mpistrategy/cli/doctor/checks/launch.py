@@ -22,13 +22,6 @@ from mpistrategy.objects.shown import ranks_in_words
 
 #: The command of a launcher for so many ranks; other launchers as srun.
 _LINES = {"": "srun --ntasks={0}, mpiexec -n {0}", "jsrun": "jsrun -n {0} -a 1", "flux run": "flux run -n {0}"}
-_BY_SRUN = "srun --mpi={0}, or for all steps: export SLURM_MPI_TYPE={0} (srun --mpi=list shows what there is)"
-#: The options by which a launcher offers a kind of PMI, and the launcher's names of PMIx and PMI.
-_SPEAK = {
-    "srun": (_BY_SRUN, "pmix", "pmi2"),
-    "flux run": ("flux run -o pmi={0}", "pmix, which needs flux-pmix", "simple"),
-    "": ("Use the mpiexec that comes with the library", "", ""),
-}
 _PARTS = {name: name for name in ("python", "mpistrategy", "numpy", "mpi4py")} | {"library": "the MPI library"}
 
 #: The two families of MPI libraries: libraries of the same family are compatible.
@@ -42,33 +35,27 @@ def launch(job: Job) -> list[Finding]:
         problem = f"no answer from {ranks_in_words(job.missing)} of {first['size']} within {job.patience:.0f} s"
         fix = "Do they start at all? Look for their errors above, and at their nodes: srun --ntasks-per-node=1 hostname"
         return [Finding("launch", BAD, problem, fix, tuple(job.missing))]
+    offered = " and ".join(first["pmi"])
     if first["refusal"]:
         problem, fix = first["refusal"]
+        spoken = _kinds_of_pmi(first["library"])
+        if not {*first["pmi"]} & {*spoken}:
+            problem += (
+                f"; it offers {offered or 'no PMI'}, and {first['library'] or 'this MPI'} speaks {' or '.join(spoken)}"
+            )
+        if first["launcher"] == "srun":
+            fix += " For all steps: export SLURM_MPI_TYPE with that kind; srun --mpi=list shows the kinds."
         return [Finding("launch", BAD, f"{first['tasks']} programs of one rank each, not one job: {problem}", fix)]
     ranks = count(first["size"], "rank")
     if expected not in (0, first["size"]):
         fix = _LINES.get(first["launcher"], _LINES[""]).format(expected)
         return [Finding("launch", BAD, f"{ranks} where {expected} were asked for", f"Start {expected}: {fix}")]
     started = "started by {launcher} ({said})" if first["launcher"] else "started by no launcher"
-    return [Finding("launch", OK, f"{ranks} in one job, {started.format_map(first)}")]
+    meeting = f", which offers {offered}" if offered else ""
+    return [Finding("launch", OK, f"{ranks} in one job, {started.format_map(first)}{meeting}")]
 
 
-def pmi(job: Job) -> list[Finding]:
-    """Find a launcher that offers another kind of PMI than the MPI library speaks."""
-    first = job.facts[0]
-    spoken, offered = speaks(first["library"]), " and ".join(first["pmi"])
-    if first["refusal"] and not set(first["pmi"]) & set(spoken):
-        text, pmix, pmi2 = _SPEAK.get(first["launcher"], _SPEAK[""])
-        fix = text.format(pmix if "PMIx" in spoken else pmi2)
-        offers = f"offers {offered} only" if offered else "offers none (--mpi=none?)"
-        speak = f"{first['library'] or 'this MPI'} speaks {' or '.join(spoken)}"
-        return [Finding("pmi", BAD, f"{first['launcher']} {offers}; {speak}", fix)]
-    if first["size"] > 1 or offered:
-        return [Finding("pmi", OK, f"the launcher offers {offered or 'a way of its own'}; the ranks met")]
-    return []
-
-
-def speaks(library: str) -> tuple[str, ...]:
+def _kinds_of_pmi(library: str) -> tuple[str, ...]:
     """Return how an MPI library lets its ranks meet."""
     match = re.match(r"Open MPI v?(\d+)", library)
     if match is None:
@@ -111,7 +98,7 @@ def versions(job: Job) -> list[Finding]:
 
 
 def library(job: Job) -> list[Finding]:
-    """Find two MPIs in one process, an mpi4py for another MPI, and another library than MPI4PY_LIBMPI names."""
+    """Find two MPIs in one process, and an mpi4py for another MPI."""
     findings = []
     mixed = [rank for rank in job.facts if len(set(map(os.path.dirname, rank["libraries"]))) > 1]
     if mixed:
@@ -129,14 +116,6 @@ def library(job: Job) -> list[Finding]:
             "{built_for}"
         )
         findings.append(finding_of("mpi", BAD, foreign, problem, fix))
-    unheard = [rank for rank in job.facts if rank["libraries"] and not _is_heeded(rank["wanted"], rank["libraries"])]
-    if unheard:
-        problem = "MPI4PY_LIBMPI={wanted}, but {libraries[0]} is loaded on {these_ranks}"
-        fix = (
-            "Set it before Python starts, to a library that is there; or take it away: unset MPI4PY_LIBMPI. An mpi4py "
-            "that was built for one MPI does not heed it"
-        )
-        findings.append(finding_of("mpi", BAD, unheard, problem, fix))
     first = job.facts[0]
     place = " ".join(first["libraries"][:1])
     return findings or [Finding("mpi", OK, f"{first['library']} {place}; mpi4py is built for {first['built_for']}")]
@@ -145,13 +124,6 @@ def library(job: Job) -> list[Finding]:
 def _family(name: str) -> str:
     """Return the family of a library, by the name that mpi4py or the library itself gives; "" if unknown."""
     return next((family for family in _FAMILIES if re.search(family, name, re.IGNORECASE)), "")
-
-
-def _is_heeded(name: str, libraries: list[str]) -> bool:
-    """Return whether the library that MPI4PY_LIBMPI names is loaded; True where the variable names none."""
-    if "/" in name:
-        return name in libraries
-    return any(os.path.basename(path).startswith(name.removesuffix(".so")) for path in libraries)
 
 
 def thread_level(job: Job) -> list[Finding]:

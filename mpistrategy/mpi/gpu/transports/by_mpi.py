@@ -19,7 +19,6 @@ from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, own_part
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
 
 CHUNK_BYTES = 4 * 2**20
 _SLOTS = 2
@@ -77,10 +76,8 @@ class StagedPath(DevicePath):
             values = memory.view(buffer.dtype)
             if root is not None:
                 ranks.reduce(values, root, op)
-            elif link_wire is None:
-                ranks.allreduce(values, op)
             else:
-                allreduce_across(ranks, values, op, wire=link_wire)
+                ranks.allreduce(values, op, wire=link_wire)
 
         self._run_chunks(ranks, buffer, combine, stores=root is None or root == ranks.rank)
 

@@ -1,15 +1,15 @@
 """Which path buffers in GPU memory take: all ranks choose it together, at the first such buffer.
 
-For one strategy there is one path, from then on: NCCL and an MPI that gets pointers to the memory of the same GPUs can
-block each other.  MPISTRATEGY_GPU_PATH names one; without it the order is NCCL, then MPI where it is known to take GPU
-memory, then the host (staged).
+For one strategy there is one path, from then on, whatever later calls ask for: NCCL and an MPI that gets pointers to
+the memory of the same GPUs can block each other.  MPISTRATEGY_GPU_PATH names one; without it the order is NCCL, then
+MPI where it is known to take GPU memory, then the host (staged).
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpistrategy.arrays.gpu import cupy_for
@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.gpu import cuda_aware, device_selection
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.by_mpi import DirectPath, StagedPath
-from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, device_paths
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, chosen_path
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word
 
@@ -55,20 +55,19 @@ def _own_abilities(ranks: Ranks) -> Abilities:
 
 
 def device_path(ranks: Ranks, word: str) -> DevicePath:
-    """Return the path for `word`; the first time the ranks find out together, inside an agreed call.
+    """Return the path; the first time the ranks choose it together, inside an agreed call.
 
     Args:
         ranks: the ranks that take part.
-        word: see `mpistrategy.options.path_word`.
+        word: what the first call asks for; see `mpistrategy.options.path_word`.
 
     Raises:
         UnsupportedError: without a CuPy that works.
         MpiStrategyError: on every rank, when one cannot have the path.
     """
-    paths = device_paths(ranks)
-    earlier = paths.by_word.get(word)
-    if earlier is not None:
-        return earlier
+    chosen = chosen_path(ranks)
+    if chosen.path is not None:
+        return chosen.path
     with Call(ranks.guard, _WHERE) as call:
         call.expect_more()  # a rank that fails from here on must tell the others
         own_text = json.dumps(_own_abilities(ranks))
@@ -76,45 +75,32 @@ def device_path(ranks: Ranks, word: str) -> DevicePath:
         abilities = [Abilities(*json.loads(text)) for text in ranks.allgather_text(own_text)]
         call.expect_more()
         path, reason, is_second_best = _choose(ranks, word, abilities)
-        paths.by_name[path.name] = path  # it exists, whether or not this call succeeds
         if is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
             warn(f"{_WHERE} is {path.name}: {reason}", FallbackWarning)
         call.agree("use the path of arrays in GPU memory")
-    paths.by_word[word], paths.reasons[word] = path, reason
+    chosen.path, chosen.reason = path, reason
     return path
 
 
 def _choose(ranks: Ranks, word: str, abilities: Sequence[Abilities]) -> tuple[DevicePath, str, bool]:
     """Return the path, and the answers of `in_words`; the same on all ranks.  Collective."""
-    existing = device_paths(ranks).by_name
     if ranks.size == 1:
-        return existing.get("alone") or DevicePath(), "one rank", False
+        return DevicePath(), "one rank", False
     if ranks.is_simulated:
-        return existing.get("staged") or StagedPath(), "these replicas are threads", False
-    against, is_broken = obstacles(abilities, existing), False
+        return StagedPath(), "these replicas are threads", False
+    against, is_broken = obstacles(abilities), False
     for name in candidates(word):
         if not against[name]:
-            path = existing.get(name) or _make(name, ranks)
+            path = nccl.join(ranks) if name == "nccl" else DirectPath() if name == "mpi" else StagedPath()
             if not isinstance(path, str):
                 return path, *in_words(name, word, against, abilities, is_broken=is_broken)
             against[name], is_broken = path, True
     raise AssertionError("staged can always be")
 
 
-def _make(name: PathName, ranks: Ranks) -> DevicePath | str:
-    """Return a path, or why it cannot be, on all ranks alike."""
-    if name == "nccl":
-        return nccl.join(ranks)
-    return DirectPath() if name == "mpi" else StagedPath()
-
-
 def any_path(ranks: Ranks) -> DevicePath:
-    """Return the path that these ranks have already, else `device_path` of the usual word.
-
-    For calls that choose no path: broadcasts, gathers, assignments.
-    """
-    earlier = next(iter(device_paths(ranks).by_word.values()), None)
-    return device_path(ranks, path_word(CommunicationOptions())) if earlier is None else earlier
+    """Return `device_path` for calls that ask for none: broadcasts, gathers, assignments."""
+    return device_path(ranks, path_word(CommunicationOptions()))
 
 
 def candidates(word: str) -> list[PathName]:
@@ -122,23 +108,13 @@ def candidates(word: str) -> list[PathName]:
     return [*(name for name in _ORDER if name == word), *_ORDER[word == "ring" :]]
 
 
-def obstacles(ranks: Sequence[Abilities], existing: Container[str] = ()) -> dict[PathName, str]:
-    """Return why each path cannot be; "" where it can.
-
-    Args:
-        ranks: the abilities of each rank.
-        existing: the paths that the strategy has already.
-    """
+def obstacles(ranks: Sequence[Abilities]) -> dict[PathName, str]:
+    """Return why each path cannot be, from the abilities of each rank; "" where it can."""
     refusing: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
         refusing.setdefault(rank.against_mpi, []).append(number)
     by_mpi = "; ".join(f"{why} ({ranks_in_words(numbers)})" for why, numbers in refusing.items() if why)
-    conflict = "this strategy uses {}, and the two can block each other"
-    return {
-        "nccl": _against_nccl(ranks) or ("mpi" in existing and conflict.format("mpi")) or "",
-        "mpi": by_mpi or ("nccl" in existing and conflict.format("nccl")) or "",
-        "staged": "",
-    }
+    return {"nccl": _against_nccl(ranks), "mpi": by_mpi, "staged": ""}
 
 
 def _against_nccl(ranks: Sequence[Abilities]) -> str:
@@ -169,8 +145,6 @@ def in_words(
         return "as asked for", False
     before = dict.fromkeys(candidates(word)[: candidates(word).index(name)])
     reason = f"not {'; '.join(f'{path} ({against[path]})' for path in before)}" if before else "the fastest"
-    if word in before:
-        reason = f"{word} cannot be: {'; '.join(against[path] for path in before)}"
     if name == "staged":
         nccl_too = "Install NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
         if all(rank.nccl for rank in ranks):

@@ -1,6 +1,7 @@
-"""staged_env.sbatch where another user is there first: nothing of theirs is run, nor taken for the job's own folder.
+"""staged_env.sbatch: what it leaves on the nodes' disks, and another user who is there first.
 
-The script runs with stand-ins for srun and sbcast on one node; tests/cli/test_slurm_jobs.py runs it on a real Slurm.
+With another user, the script runs with stand-ins for srun and sbcast on one node: nothing of theirs is run, nor taken
+for the job's own folder.  On a real Slurm the environment is a stand-in: a python3 that starts the tests' own Python.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from slurm_scripts import script
+from slurm_user import NEEDS_SLURM, User
 
 pytestmark = [
     pytest.mark.one_rank,
@@ -45,7 +50,7 @@ PYTHON = '#!/bin/bash\necho "runs $0: $*"\n'
 
 
 def executable(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
 
@@ -89,18 +94,17 @@ def run(work: Path, local: Path, attack: str = "") -> subprocess.CompletedProces
 
 
 def test_the_folder_is_of_this_user_alone_and_gone_afterwards(tmp_path: Path, local: Path) -> None:
-    names = set()
     link = tmp_path / "link"
     link.symlink_to(local)  # of root, and followed
-    for folder in (local, link):
-        done = run(tmp_path, folder)
-        assert done.returncode == 0, done
-        assert "the folder: 0 700\n" in done.stdout
-        [told] = [line for line in done.stdout.splitlines() if line.startswith("runs ")]
-        names.add(Path(told.split("/bin/python3")[0]).name)
+    first, second = run(tmp_path, local), run(tmp_path, link)
+    names = set()
+    for done in (first, second):
+        assert (done.returncode, "the folder: 0 700\n" in done.stdout) == (0, True), done
+        told = done.stdout[done.stdout.index("runs ") :].splitlines()[0]
         assert told.endswith("-m mpistrategy run example.py")
-        assert list(local.iterdir()) == []
+        names.add(Path(told.split("/bin/python3")[0]).name)
     assert len(names) == 2  # nobody can make it beforehand
+    assert list(local.iterdir()) == []
 
 
 @pytest.mark.parametrize("attack", ["folder", "link", "file"])
@@ -161,3 +165,104 @@ def test_a_copy_without_a_lock_is_removed_and_nothing_else(tmp_path: Path, local
     assert {path.name for path in local.iterdir()} == set(names.values()) - {names["left behind"]}
     assert done.stderr.count("of a killed job") == 1, done
     assert f"here: removed {local}/{names['left behind']} of a killed job" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ on a real Slurm
+
+#: Needs the copy to the end: it imports a module while it ends.
+ENDS_BY_SIGTERM = """
+import signal, sys, time
+
+def save(number, frame):
+    time.sleep(1)
+    import copied
+    print("saved", copied.__file__, flush=True)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+print("works", flush=True)
+time.sleep(120)
+"""
+IGNORES_SIGTERM = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("works", flush=True)
+time.sleep(120)
+"""
+
+
+def on_slurm(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs a Slurm."""
+    for mark in NEEDS_SLURM:
+        test = mark(test)
+    return test
+
+
+def submitted(user: User, program: str) -> str:
+    """Submit a program with a copy of its environment."""
+    environment = user.folder / "environment"
+    executable(
+        environment / "bin" / "python3",
+        f'#!/bin/bash\nPYTHONPATH=${{0%/bin/*}}:$PYTHONPATH exec {sys.executable} "$@"\n',
+    )
+    (environment / "copied.py").touch()
+    with tarfile.open(user.folder / "environment.tar.gz", "w:gz") as archive:
+        archive.add(environment, ".")
+    (user.folder / "program.py").write_text(program)
+    keys = {"nodes": 2, "tasks_per_node": 1, "local": str(user.bed.local), "program": "program.py", "mpi": "none"}
+    # Without MPI, each rank takes itself for the only one.
+    text = script("staged_env", keys).replace(" -m mpistrategy run ", " ")
+    (user.folder / "staged.sbatch").write_text(text)
+    return user.submit("staged.sbatch", "--no-requeue")
+
+
+def left(user: User, node: str) -> list[str]:
+    """Return the copies that are on a node's disk."""
+    done = user.bed.on(node, "ls", str(user.bed.local))
+    assert done.returncode == 0, done
+    return done.stdout.split()
+
+
+def works(user: User, job: str) -> None:
+    output = user.output(job)
+    user.bed.until(lambda: output.exists() and output.read_text().count("works") == 2, 60, "ranks", output)
+    assert [len(left(user, node)) for node in user.bed.names] == [1, 1]
+
+
+@on_slurm
+@pytest.mark.parametrize("program", [ENDS_BY_SIGTERM, IGNORES_SIGTERM], ids=["ends", "killed"])
+def test_after_scancel(user: User, program: str) -> None:
+    """The copy stays until the ranks have ended; what Slurm kills leaves it, and the next job removes it."""
+    job = submitted(user, program)
+    works(user, job)
+    assert user.bed.run("scancel", job).returncode == 0
+    user.bed.until(user.bed.all_idle, 60, "end", user.output(job))
+    copies = [left(user, node) for node in user.bed.names]
+    if program == ENDS_BY_SIGTERM:
+        assert user.output(job).read_text().count(f"saved {user.bed.local}/mpistrategy-stage-{job}-") == 2
+        assert copies == [[], []]
+        return
+    assert [len(names) for names in copies] == [1, 1]
+    again = submitted(user, "print('works', flush=True)")
+    done = user.bed.wait(again, user.output(again))
+    assert (done.state, done.output.count("of a killed job")) == ("COMPLETED", 2), done.output
+    assert [left(user, node) for node in user.bed.names] == [[], []]
+
+
+@on_slurm
+def test_a_lost_node_is_cleaned_by_the_next_job_once_it_is_back_and_the_others_at_once(user: User) -> None:
+    job = submitted(user, ENDS_BY_SIGTERM)
+    works(user, job)
+    user.bed.crash("node2")
+    try:
+        user.bed.until(lambda: not left(user, "node1"), 30, "clean disk", user.output(job))
+        user.bed.until(lambda: user.bed.show(job)["JobState"] == "NODE_FAIL", 60, "NODE_FAIL", user.output(job))
+    finally:
+        user.bed.revive("node2")
+    user.bed.until(user.bed.all_idle, 30, "node2")
+    user.bed.until(user.bed.all_answer, 60, "a step on all nodes")
+    [old] = left(user, "node2")
+    again = submitted(user, "print('works', flush=True)")
+    done = user.bed.wait(again, user.output(again))
+    assert (done.state, f"node2: removed {user.bed.local}/{old}" in done.output) == ("COMPLETED", True), done.output
+    assert [left(user, node) for node in user.bed.names] == [[], []]
