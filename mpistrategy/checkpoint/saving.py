@@ -32,7 +32,6 @@ from mpistrategy import own_files
 from mpistrategy.checkpoint.collecting import collect
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage import files
-from mpistrategy.checkpoint.storage.lock import Lock
 from mpistrategy.checkpoint.storage.manifest import NAME, Manifest, Shard, is_checkpoint
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
@@ -80,7 +79,7 @@ class Saving(NotPickled):
         self._overwrite = overwrite
         #: The folder while it is written, and its lock; the writers, and the contents.
         self._folder = ""
-        self._lock: Lock | None = None
+        self._lock: files.Lock | None = None
         self._writers: list[int] = []
         self._manifest = Manifest(communicator.size, (), {}, (), layout, version())
         #: The thread, where there is one; whether this rank has written its shard.
@@ -159,7 +158,7 @@ class Saving(NotPickled):
                 fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
             )
         self._folder = files.new_folder(os.path.join(parent, SAVING.format(name)))
-        self._lock = files.hold(self._folder)
+        self._lock = files.Lock(self._folder)
 
     def _check_place(self, where: str) -> bool:
         """Return whether there is a checkpoint to replace; raise if the name is taken."""
@@ -346,7 +345,7 @@ class Saving(NotPickled):
         parent, name = os.path.split(self.path)
         old, replaces = os.path.join(parent, REPLACED.format(name)), self._check_place(_WHERE)
         if replaces:
-            if files.is_folder(old) and not files.foreign(old):  # of a job that was killed: there is at most one
+            if os.path.lexists(old):  # of a job that was killed: there is at most one
                 files.remove(old)
                 files.sync(parent)
             files.rename(self.path, old)
@@ -361,8 +360,7 @@ class Saving(NotPickled):
             raise
         files.sync(parent)
         with contextlib.suppress(OSError):
-            if files.is_folder(old) and not files.foreign(old):
-                files.remove(old)
+            files.remove(old)
 
     # ------------------------------------------------------------------------------------------- its end
 

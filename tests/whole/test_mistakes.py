@@ -20,11 +20,6 @@ NAMES = list(TABLE)[:: 1 if ALL else 6]
 PLACES = ((2, 1), (3, 1), (3, 2), (4, 2), (3, 3), (4, 3))
 
 
-def test_the_sample_is_large_enough() -> None:
-    assert len(NAMES) >= 20
-    assert len({TABLE[name][1] for name in NAMES}) >= 3
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mistake_of_one_rank(launch: object, tmp_path: Path, name: str) -> None:
     number = NAMES.index(name)

@@ -72,23 +72,6 @@ def made(value: float = 1.0) -> tuple[ms.Variable, ms.Checkpoint]:
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-@as_root
-def test_another_users_lock_is_not_taken(open_folder: Path) -> None:
-    (open_folder / ".lock").touch(0o600)
-
-    def save() -> str:
-        try:
-            ms.CheckpointManager(made()[1], open_folder).save(1)
-        except errors.CheckpointError as error:
-            return f"{type(error).__name__}: {error}"
-        return "saved"
-
-    said = by_another_user(save)
-    assert said.startswith("CheckpointWriteError")
-    assert f"Permission denied (EACCES) at {str(open_folder / '.lock')!r}" in said
-    assert os.listdir(open_folder) == [".lock"]
-
-
 @pytest.mark.parametrize("what", [Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_lock_is_refused(tmp_path: Path, what: Callable[[Path], object]) -> None:
     _, checkpoint = made()

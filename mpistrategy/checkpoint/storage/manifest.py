@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,10 +105,6 @@ class Item:
             for number, shard in enumerate(self.shards)
         ]
 
-    def packed(self) -> list[Any]:
-        """Return it as JSON."""
-        return [self.kind, self.copies, self.dtype, self.shape, self.shards, self.keys, self.values]
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -147,9 +144,9 @@ class Manifest:
         """Return the bytes of the file."""
         body = {
             "ranks": self.ranks,
-            "shards": [[shard.nbytes, shard.checksum, shard.writer] for shard in self.shards],
+            "shards": [[*vars(shard).values()] for shard in self.shards],
             "names": self.names,
-            "items": {path: item.packed() for path, item in self.items.items()},
+            "items": {path: [*vars(item).values()] for path, item in self.items.items()},
             "layout": self.layout,
             "written_by": self.written_by,
         }
@@ -165,13 +162,11 @@ def with_head(body: bytes) -> bytes:
 
 def is_checkpoint(folder: str) -> bool:
     """Return whether a folder has a manifest of this package's, of any version, and no files but a checkpoint's."""
-    try:
-        if not is_folder(folder) or foreign(folder):
-            return False
-        with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
-            return _HEAD.match(file.read(_LONGEST_HEAD)) is not None
-    except (CheckpointError, OSError):
-        return False
+    with suppress(CheckpointError, OSError):
+        if is_folder(folder) and not foreign(folder):
+            with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+                return _HEAD.match(file.read(_LONGEST_HEAD)) is not None
+    return False
 
 
 def read_text(folder: str) -> bytes:
@@ -222,7 +217,7 @@ def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, w
 
 
 def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, keys: Any, values: Any) -> Item:
-    """Return the item of the values of `Item.packed`, in a checkpoint of so many shards."""
+    """Return the item of these values, in a checkpoint of so many shards."""
     _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
     _require(all(type(part) is list for part in (shape, shards, values, keys or [])) and len(values) <= 1, "lists")
     _require((kind == ROWS) == (copies == ROWS), "rows")
