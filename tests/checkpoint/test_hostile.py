@@ -158,6 +158,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "another way of copying": lambda c: item(c, "x", 1, "product"),
     "no values": lambda c: item(c, "plain", 6, []),
     "a shape of a value": lambda c: item(c, "plain", 3, ["x"]),
+    "an item of nothing": lambda c: c["items"].update({"none/x": c["items"]["x"]}),
     "values of a rank": lambda c: item(c, "plain", 1, "own"),
     "shards without end": lambda c: item(c, "x", 4, [0] * 10**6),
     "no shard": lambda c: item(c, "x", 4, []),

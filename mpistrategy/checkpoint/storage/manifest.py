@@ -211,6 +211,7 @@ def _manifest(*, ranks: Any, shards: Any, items: Any, layout: Any, written_by: A
     least = ranks * _LEAST_OF_A_RANK if any(item.is_of_each_rank for item in checked.values()) else 0
     _require(least <= sum(nbytes for nbytes, _, _ in shards), "ranks")
     _require(not any(path.startswith("_") for path, item in checked.items() if item.is_array), "paths")
+    _require(all(path.rpartition("/")[0] in checked for path in checked if "/" in path), "paths")
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
     files = tuple(Shard(*packed) for packed in shards)
     return Manifest(ranks, files, checked, layout, printable(written_by, ""))
