@@ -219,7 +219,7 @@ def test_random_changes(tmp_path: Path, partial: bool, count: int) -> None:
     program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
     program.checkpoint.save(tmp_path / "c")
     figures = hostile.read_checkpoints(program, tmp_path / "c", count, random.Random(5 + partial), partial=partial)
-    assert figures.is_good, "\n".join([figures.line(), *figures.foreign, *figures.hangs])
+    assert figures.foreign == [], figures.line()
     assert 0 < figures.fine < figures.read
 
 
