@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
@@ -177,10 +177,6 @@ class GradientBuckets:
                 where, found=f"{which!r}", expected=f"one of the {len(self.variables)} variables of these buckets"
             )
         return number
-
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{dtype_name(b.memory.dtype)} {b.memory.nbytes / 2**20:.2f} MiB" for b in self._buckets)
-        return f"<GradientBuckets of {len(self.variables)} variables: {sizes}>"
 
 
 def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:

@@ -39,7 +39,7 @@ from mpistrategy.training.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, Grad
 from mpistrategy.training.kernels import Scratch
 from mpistrategy.training.plans import StepPlan, StepPlans
 from mpistrategy.training.screening import screened, warn_of
-from mpistrategy.training.sliced import GradientArena, GradientArenas, SlicedStep, can_be_sliced
+from mpistrategy.training.sliced import GradientArena, SlicedStep, arena_for_step, arena_of, can_be_sliced
 from mpistrategy.variables.variable import Variable
 
 Arrays = Sequence[Array] | None
@@ -122,7 +122,8 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         #: The variables that slots were made for, each with its slots by name, also where it has none; by id.
         #: With the variables themselves, so that no other object gets their ids.
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
-        self._plans, self._arenas, self._scratch = StepPlans(), GradientArenas(), Scratch()
+        self._plans, self._scratch = StepPlans(), Scratch()
+        self._arenas: list[GradientArena] = []
         self._calls, self.latest_path = 0, ""
         #: The settings that ranks compare, in order; other attributes are the program's own.
         self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))
@@ -228,7 +229,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
                 check_variable(var, strategy, where)
             call.structure = ", ".join(var._key for var in listed)
             call.agree("place gradients", op=self.aggregation.value, options=options)
-            return self._arenas.of(strategy, listed)
+            return arena_of(self._arenas, strategy, listed)
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Override: update the slots and return what to subtract from the variable; in update context.
@@ -268,7 +269,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             gradients, plan = self._plans.find(grads_and_vars, strategy, where)
             arrays = plan.ordinary(gradients, where)
             call.step = self._steps_made(strategy, where)
-            call.structure = plan.in_words(self._settings())
+            call.structure = f"{self._settings()} for {plan.text}"
             totals = None
             if isinstance(grads_and_vars, GradientBuckets):
                 totals = grads_and_vars._reduced_early(self.aggregation, call)
@@ -311,7 +312,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             call: the call that all ranks make.
         """
         # A setting may want slots that earlier steps did not want: a momentum that was 0.
-        if self.iterations is None or not plan.has_slots or not self.slot_values.keys() <= plan.slot_names:
+        if self.iterations is None or plan.slot_names is None or not self.slot_values.keys() <= plan.slot_names:
             with cross_replica(plan.strategy):
                 self._step_counter()
                 self._make_slots(plan.variables)
@@ -342,30 +343,27 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
 
     def _make_ready(self, plan: StepPlan, kernel: Kernel | None, call: Call) -> None:
         """Prepare the reduction of ordinary gradients, unless it is prepared already; collective then."""
-        extended, variables = plan.strategy.extended, plan.variables
+        extended, reducer = plan.strategy.extended, plan.strategy.extended._reducer
+        size, in_rank_order = extended.communicator.size, reducer.algorithm._in_rank_order
         screens = self.global_clipnorm is not None or self.nonfinite is not None
-        reducer, choices = extended._reducer, (kernel is None, screens, self.aggregation)
-        key = (*choices, reducer.changes, extended.communicator.guard.level, len(self._arenas))
-        if key == plan.key:
+        key = (kernel is None, screens, self.aggregation, reducer.changes, extended.communicator.guard.level)
+        if (*key, len(self._arenas)) == plan.key:
             return
-        if plan.is_on_gpu:
-            plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts, on_gpu=True)
-            plan.key = key
-            return
-        slots = [*map(self.slots_of, variables)]
-        plan.sliced = plan.reduction = None
-        may_slice = kernel is not None and not screens and reducer.algorithm._in_rank_order
-        if may_slice and can_be_sliced(plan.strategy, variables, slots):
+        plan.sliced, slots = None, [*map(self.slots_of, plan.variables)]
+        may_slice = kernel is not None and not screens and in_rank_order
+        if may_slice and can_be_sliced(plan.strategy, plan.variables, slots):
             call.agree("prepare an update")
             with cross_replica(plan.strategy):
-                gradients = self._arenas.covering(plan.strategy, variables)
+                gradients = arena_for_step(self._arenas, plan.strategy, plan.variables)
             if gradients is not None and gradients.arena.is_shared:
-                plan.sliced = SlicedStep(plan.strategy, gradients, variables, slots, self._scratch)
+                plan.sliced = SlicedStep(plan.strategy, gradients, plan.variables, slots, self._scratch)
             call.expect_more()
-        plan.reduces_nothing = extended.communicator.size == 1 and reducer.algorithm._in_rank_order
-        if plan.sliced is None and not plan.reduces_nothing:
-            plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts)
-        plan.key = (*key[:-1], len(self._arenas))
+        plan.reduces_nothing = plan.is_on_host and size == 1 and in_rank_order
+        needs_reduction = plan.sliced is None and not plan.reduces_nothing
+        plan.reduction = (
+            reducer.plan_of_arrays(self.aggregation, plan.layouts, on_gpu=plan.is_on_gpu) if needs_reduction else None
+        )
+        plan.key = (*key, len(self._arenas))
 
     def _reduced(
         self, plan: StepPlan, gradients: Sequence[Any], arrays: Arrays, call: Call

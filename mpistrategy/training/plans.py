@@ -46,8 +46,8 @@ class StepPlan:
         strategy: as given.
         layouts: the dtypes and shapes of the variables.
         is_usual: whether the strategy reduces and updates as `StrategyExtended` does, so that it need not be asked.
-        is_on_host, is_on_gpu: whether all its variables and slots are there; slots count once they are made.
-        slot_names: the names of the slots.
+        is_on_host, is_on_gpu: whether all its variables are there.
+        slot_names: the names of the slots; None before they are made.
         key: values that the next attributes depend on, besides the variables; `Optimizer` compares it at each step.
         sliced: the sliced step of ordinary gradients; None where there is none.
         reduction: how ordinary gradients are reduced otherwise; None where the strategy is asked.
@@ -56,11 +56,10 @@ class StepPlan:
         singles: the numbers of the variables that `Optimizer.update` updates one by one.
         sparse: the numbers, of `singles`, of variables of which only some rows change.
         changed: the memory of the variables and their slots.
+        text: the variables, as ranks compare them.
     """
 
     changed: ChangedMemory
-    is_on_host: bool
-    is_on_gpu: bool
 
     def __init__(self, pairs: Sequence[tuple[Variable, bool]], strategy: Strategy) -> None:
         # Numbered: two variables may have one shape, and their gradients must not be added to each other.
@@ -71,8 +70,10 @@ class StepPlan:
         kind = type(strategy.extended)
         methods = kind.batch_reduce_to, kind.update
         self.is_usual: bool = methods == (StrategyExtended.batch_reduce_to, StrategyExtended.update)
-        self._note_place([var._storage for var in self.variables])
-        self.slot_names: Set[str] = frozenset()
+        places = {is_on_device(var._storage) for var in self.variables}
+        self.is_on_host: bool = True not in places
+        self.is_on_gpu: bool = False not in places
+        self.slot_names: Set[str] | None = None
         self.key: Any = None
         self.sliced: SlicedStep | None = None
         self.reduction: ArraysPlan | None = None
@@ -81,13 +82,7 @@ class StepPlan:
         self.singles: list[int] = []
         self.sparse: Set[int] = frozenset()
         self._pairs = pairs  # keeps the variables alive, whose ids find the plan
-        self._text = _shortened([f"{number}: {var._key}" for number, var in numbered])
-        self._latest_text = "", ""
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether their slots have been made."""
-        return bool(self.updates or self.singles)
+        self.text: str = _shortened([f"{number}: {var._key}" for number, var in numbered])
 
     def use(self, slots: Sequence[Mapping[str, Variable]], scratch: Scratch, sparse: Set[int] = frozenset()) -> None:
         """Note how the variables are updated.
@@ -102,7 +97,6 @@ class StepPlan:
         arrays = [var._storage for var in self.variables]
         everything = [*arrays, *(slot for entry in memory for slot in entry.values())]
         self.changed = ChangedMemory(everything)
-        self._note_place(everything)
         self.updates, self.singles, self.sparse = [], [], sparse
         are_apart = len({*map(id, arrays)}) == len(arrays)
         together: dict[Any, list[int]] = {}
@@ -118,16 +112,6 @@ class StepPlan:
         for numbers in together.values():
             fused = FusedUpdate([arrays[number] for number in numbers], [memory[number] for number in numbers])
             self.updates.append((numbers, fused))
-
-    def _note_place(self, arrays: Sequence[Any]) -> None:
-        places = {*map(is_on_device, arrays)}
-        self.is_on_host, self.is_on_gpu = True not in places, False not in places
-
-    def in_words(self, settings: str) -> str:
-        """Return the settings of a step and the variables, as ranks compare them."""
-        if self._latest_text[0] is not settings:
-            self._latest_text = settings, f"{settings} for {self._text}"
-        return self._latest_text[1]
 
     def ordinary(self, gradients: Sequence[Any], where: str) -> Sequence[Array] | None:
         """Return gradients as arrays of their variables' dtypes and place; None where they need another reduction.

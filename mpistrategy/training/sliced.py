@@ -30,7 +30,7 @@ from mpistrategy.variables.variable import Variable
 
 #: Dtypes that are added without conversion, and whose sums do not depend on the alignment of the arrays.
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
-#: From how many arenas on an optimizer makes none by itself: the second is for variables without gradients at first.
+#: From so many arenas on a step makes no other one: the second is for variables that had no gradients at first.
 _MOST_ARENAS = 2
 
 
@@ -72,35 +72,28 @@ class GradientArena:
         return Place(self._memory[bucket], place.start * var.dtype.itemsize)
 
 
-class GradientArenas:
-    """The gradient arenas of one optimizer."""
+def arena_of(arenas: list[GradientArena], strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
+    """Return the arena of exactly these variables; where there is none, append one.  Collective then."""
+    for arena in arenas:
+        if [*map(id, arena.variables)] == [*map(id, variables)]:
+            return arena
+    arenas.append(GradientArena(strategy.arena(list(variables)), variables))
+    return arenas[-1]
 
-    def __init__(self) -> None:
-        self._arenas: list[GradientArena] = []
 
-    def __len__(self) -> int:
-        """Return how many there are: a step that was prepared before an arena was made is prepared again."""
-        return len(self._arenas)
+def arena_for_step(
+    arenas: list[GradientArena], strategy: Strategy, variables: tuple[Variable, ...]
+) -> GradientArena | None:
+    """Return an arena that has these variables among others; where there is none, append one.  Collective then.
 
-    def of(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
-        """Return the arena of exactly these variables.  Collective when there is none yet."""
-        for arena in self._arenas:
-            if [*map(id, arena.variables)] == [*map(id, variables)]:
-                return arena
-        self._arenas.append(GradientArena(strategy.arena(list(variables)), variables))
-        return self._arenas[-1]
-
-    def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena | None:
-        """Return an arena that has these variables among others.  Collective when there is none yet.
-
-        Returns:
-            None instead of a further arena, where other variables have gradients in every step: memory would grow.
-        """
-        ids = {*map(id, variables)}
-        for arena in reversed(self._arenas):
-            if ids <= arena.numbers.keys():
-                return arena
-        return self.of(strategy, variables) if len(self) < _MOST_ARENAS else None
+    Returns:
+        None instead of a third arena, where other variables have gradients in every step: memory would grow.
+    """
+    ids = {*map(id, variables)}
+    for arena in reversed(arenas):
+        if ids <= arena.numbers.keys():
+            return arena
+    return arena_of(arenas, strategy, variables) if len(arenas) < _MOST_ARENAS else None
 
 
 def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]) -> bool:
@@ -256,14 +249,10 @@ class SlicedStep:
             By the numbers of variables: flat gradients whose part for this rank was not copied.
         """
         elsewhere: dict[int | None, Array] = {}
-        moved: Sequence[int] = range(len(gradients))
-        if any(gradient.base is not None for gradient in gradients):  # views: some are views of the arena
-            pairs = enumerate(zip(gradients, self._values, strict=True))
-            moved = [
-                number for number, (gradient, value) in pairs if gradient.base is None or not _is_same(gradient, value)
-            ]
-            # Gradients that share memory with other gradients, or with the step's arrays, are copied before a write.
-            gradients = self._changed.apart([gradients[at] for at in moved])
+        pairs = enumerate(zip(gradients, self._values, strict=True))
+        moved = [number for number, (array, value) in pairs if array.base is None or not _is_same(array, value)]
+        # Gradients that share memory with other gradients, or with the step's arrays, are copied before a write.
+        gradients = self._changed.apart([gradients[at] for at in moved])
         for number, gradient in zip(moved, gradients, strict=True):
             value, own = self._values[number], self._own.get(number)
             if own is None or not gradient.flags.c_contiguous:
