@@ -249,10 +249,12 @@ class SlicedStep:
             By the numbers of variables: flat gradients whose part for this rank was not copied.
         """
         elsewhere: dict[int | None, Array] = {}
-        pairs = enumerate(zip(gradients, self._values, strict=True))
-        moved = [number for number, (array, value) in pairs if array.base is None or not _is_same(array, value)]
-        # Gradients that share memory with other gradients, or with the step's arrays, are copied before a write.
-        gradients = self._changed.apart([gradients[at] for at in moved])
+        moved: Sequence[int] = range(len(gradients))
+        if any(gradient.base is not None for gradient in gradients):  # views: some are views of the arena
+            pairs = enumerate(zip(gradients, self._values, strict=True))
+            moved = [number for number, (array, value) in pairs if array.base is None or not _is_same(array, value)]
+            # Gradients that share memory with other gradients, or with the step's arrays, are copied before a write.
+            gradients = self._changed.apart([gradients[at] for at in moved])
         for number, gradient in zip(moved, gradients, strict=True):
             value, own = self._values[number], self._own.get(number)
             if own is None or not gradient.flags.c_contiguous:
