@@ -80,13 +80,13 @@ class GradientBuckets:
         #: The parts, in the order in which they are reduced.
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
         self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket.members}
-        self._index = {id(var): number for number, var in enumerate(self.variables)}
+        self._index = gradients.numbers
         extended = self._strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
         communicator = extended._reducer.communicator
         self.starts_early: bool = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
         self._handles: list[AllReduceHandle[Any]] = []
-        self._clear()
+        self.reset()
 
     def __iter__(self) -> Iterator[tuple[Array, Variable]]:
         """Yield the pairs that `Optimizer.apply_gradients` takes."""
@@ -155,7 +155,8 @@ class GradientBuckets:
     def reset(self) -> None:
         """Wait for the buckets that have started, and forget them; after a step that failed.  Collective."""
         handles, self._handles = self._handles, []
-        self._clear()
+        self._ready: set[int] = set()
+        self._missing = [len(bucket.members) for bucket in self._buckets]
         for handle in handles:
             handle.wait()
 
@@ -164,10 +165,6 @@ class GradientBuckets:
         memory = self._buckets[number].memory
         name = f"gradient bucket {number} of {len(self._buckets)}"
         self._handles.append(context.all_reduce_async(self.op, memory, name=name, out=memory))
-
-    def _clear(self) -> None:
-        self._ready: set[int] = set()
-        self._missing = [len(bucket.members) for bucket in self._buckets]
 
     def _number(self, which: Any, where: str) -> int:
         is_variable = isinstance(which, Variable)

@@ -18,9 +18,10 @@ from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
 from mpistrategy.context import cross_replica, warn_if_alone
-from mpistrategy.errors import UnsupportedError
+from mpistrategy.errors import NonFiniteWarning, UnsupportedError
 from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf, is_stateful
@@ -31,20 +32,18 @@ from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregat
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.schedules import Schedule
 from mpistrategy.strategy.current import get_strategy
-from mpistrategy.strategy.strategy import Strategy, is_mirrored
+from mpistrategy.strategy.strategy import is_mirrored
 from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.formulas import Kernel
 from mpistrategy.training.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, GradientBuckets
 from mpistrategy.training.kernels import Scratch
-from mpistrategy.training.plans import StepPlan, StepPlans
-from mpistrategy.training.screening import screened, warn_of
+from mpistrategy.training.plans import StepPlan, find_plan
+from mpistrategy.training.screening import screened
 from mpistrategy.training.sliced import GradientArena, SlicedStep, arena_for_step, arena_of, can_be_sliced
 from mpistrategy.variables.variable import Variable
 
 Arrays = Sequence[Array] | None
-
-_OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
 
 
 class Optimizer(Kept, NamesOurs, NotPickled, Settable):
@@ -89,7 +88,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     slot_values: Mapping[str, float] = {}
     only_named_rows: ClassVar[bool] = False
 
-    learning_rate: Setting[float] = setting.LearningRate()
+    learning_rate: Setting[float] = setting.LearningRate(
+        lambda where, name, value: checked_number(where, name, value, "a positive number, or a schedule", positive)
+    )
     aggregation: Setting[ReduceOp] = Setting(setting.sum_or_mean)
     global_clipnorm: Setting[float | None] = or_none(
         lambda where, name, value: checked_number(where, name, value, "a positive number or None", positive)
@@ -122,7 +123,8 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         #: The variables that slots were made for, each with its slots by name, also where it has none; by id.
         #: With the variables themselves, so that no other object gets their ids.
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
-        self._plans, self._scratch = StepPlans(), Scratch()
+        self._scratch = Scratch()
+        self._plans: dict[tuple[int, ...], StepPlan] = {}
         self._arenas: list[GradientArena] = []
         self._calls, self.latest_path = 0, ""
         #: The settings that ranks compare, in order; other attributes are the program's own.
@@ -264,11 +266,12 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         where = f"{type(self).__name__}.apply_gradients"
         strategy: Any = required_context(where).strategy
         if strategy._is_default:
-            warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
+            cure = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
+            warn_if_alone(strategy, where, "was called outside every step", cure)
         with Call(strategy.extended.communicator.guard, where, name) as call:
-            gradients, plan = self._plans.find(grads_and_vars, strategy, where)
+            gradients, plan = find_plan(self._plans, grads_and_vars, strategy, where)
             arrays = plan.ordinary(gradients, where)
-            call.step = self._steps_made(strategy, where)
+            call.step = self._steps_made()
             call.structure = f"{self._settings()} for {plan.text}"
             totals = None
             if isinstance(grads_and_vars, GradientBuckets):
@@ -276,16 +279,18 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             trouble = self._step(plan, gradients, arrays, totals, call)
             self._calls += 1
             if self.mirrored_check_steps and self._calls % self.mirrored_check_steps == 0:
-                self._check_mirrored(strategy)
+                slotted = [var for var, _ in self._slots.values()]
+                if mirrored := [var for var in (*slotted, *self.variables) if is_mirrored(var)]:
+                    strategy.assert_mirrored(mirrored)
             number = self.next_step() - 1 if trouble else 0
-        if trouble and self.nonfinite == "warn":  # after the call, since the program may make it an error
-            warn_of(trouble, where, number, strategy.replica_id_in_sync_group)
+        # After the call, since the program may make the warning an error; on replica 0.
+        if trouble and self.nonfinite == "warn" and strategy.replica_id_in_sync_group == 0:
+            warn(f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {number})", NonFiniteWarning)
 
-    def _steps_made(self, strategy: Strategy, where: str) -> int:
+    def _steps_made(self) -> int:
         """Return the number of steps made, which a schedule follows."""
         steps = 0
         if self.iterations is not None:
-            check_variable(self.iterations, strategy, where)
             steps = int(self.iterations._storage)
         if self.schedule is not None:
             setting.follow(self, self.schedule, steps)
@@ -394,12 +399,6 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
                 var = plan.variables[number]
                 arguments = totals[number], self.slots_of(var), rows.get(number)
                 plan.strategy.extended.update(var, self.update, args=arguments)
-
-    def _check_mirrored(self, strategy: Strategy) -> None:
-        slotted = [var for var, _ in self._slots.values()]
-        mirrored = [var for var in (*slotted, *self.variables) if is_mirrored(var)]
-        if mirrored:
-            strategy.assert_mirrored(mirrored)
 
     def _formula(self) -> Kernel | None:
         """Return the next step as a kernel; None where `change` or `update` is overridden, and is called instead."""

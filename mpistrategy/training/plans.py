@@ -23,12 +23,14 @@ from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training.checks import check_variable, checked_gradient
 from mpistrategy.training.gpu_update import FusedUpdate, can_be_fused
-from mpistrategy.training.kernels import ChangedMemory, FlatUpdate, Scratch, has_kernel
+from mpistrategy.training.kernels import ChangedMemory, FlatUpdate, Scratch
 from mpistrategy.training.sliced import SlicedStep
 from mpistrategy.variables.variable import Variable
 
 #: How many variables of a step are named when ranks compare their calls.
 _MOST_NAMED = 12
+#: How many plans an optimizer keeps.
+_MOST_PLANS = 32
 _PAIRS = "an iterable of (gradient, variable) pairs"
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 _NONE, _ARRAYS = type(None), {np.ndarray}
@@ -101,12 +103,12 @@ class StepPlan:
         are_apart = len({*map(id, arrays)}) == len(arrays)
         together: dict[Any, list[int]] = {}
         for number, array in enumerate(arrays):
-            if number in sparse or not has_kernel(array.dtype):
+            is_fused = are_apart and can_be_fused(array)
+            # Complex dtypes are updated as a whole: the last bits of NumPy's products depend on the arrays' alignment.
+            if number in sparse or array.dtype.kind != "f" or (is_on_device(array) and not is_fused):
                 self.singles.append(number)
-            elif can_be_fused(array) and are_apart:
+            elif is_fused:
                 together.setdefault(array.dtype, []).append(number)
-            elif is_on_device(array):
-                self.singles.append(number)
             else:
                 self.updates.append(([number], FlatUpdate(array, memory[number], scratch)))
         for numbers in together.values():
@@ -132,35 +134,29 @@ class StepPlan:
         return arrays if are_plain and [*map(_dtype_of, arrays)] == [*map(_dtype_of, self.variables)] else None
 
 
-class StepPlans:
-    """The plans of one optimizer's latest steps."""
-
-    _MOST = 32
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[int, ...], StepPlan] = {}
-
-    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[Sequence[Any], StepPlan]:
-        """Return the gradients that are not None, and the plan of their variables."""
-        if not isinstance(grads_and_vars, Iterable):
-            raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS)
-        pairs = list(grads_and_vars)
-        gradients: Sequence[Any] = ()
-        try:
-            gradients, variables = zip(*pairs, strict=True)
-            key = tuple(map(id, variables))  # the plan keeps all of them alive
-            if _NONE in map(type, gradients):
-                key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
-                gradients = [gradient for gradient in gradients if gradient is not None]
-        except (TypeError, ValueError):
-            key = ()  # what are no pairs has no plan
-        plan = self._plans.get(key)
-        if plan is None or plan.strategy is not strategy:
-            plan = _new_plan(pairs, strategy, where)
-            while len(self._plans) >= self._MOST:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan
-        return gradients, plan
+def find_plan(
+    plans: dict[tuple[int, ...], StepPlan], grads_and_vars: Any, strategy: Strategy, where: str
+) -> tuple[Sequence[Any], StepPlan]:
+    """Return the gradients that are not None, and the plan of their variables; make it, in place of the oldest."""
+    if not isinstance(grads_and_vars, Iterable):
+        raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS)
+    pairs = list(grads_and_vars)
+    gradients: Sequence[Any] = ()
+    try:
+        gradients, variables = zip(*pairs, strict=True)
+        key = tuple(map(id, variables))  # the plan keeps all of them alive
+        if _NONE in map(type, gradients):
+            key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
+            gradients = [gradient for gradient in gradients if gradient is not None]
+    except (TypeError, ValueError):
+        key = ()  # what are no pairs has no plan
+    plan = plans.get(key)
+    if plan is None or plan.strategy is not strategy:
+        plan = _new_plan(pairs, strategy, where)
+        while len(plans) >= _MOST_PLANS:
+            del plans[next(iter(plans))]
+        plans[key] = plan
+    return gradients, plan
 
 
 def _new_plan(pairs: list[Any], strategy: Strategy, where: str) -> StepPlan:

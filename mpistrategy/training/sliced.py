@@ -101,12 +101,16 @@ def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequ
     ranks = strategy.extended.communicator
     one_node = ranks.size > 1 and ranks.nodes == 1
     everything = [*variables, *(slot for beside in slots for slot in beside.values())]
-    return one_node and len({*map(id, variables)}) == len(variables) and all(map(_is_shared, everything))
-
-
-def _is_shared(var: Variable) -> bool:
-    kept_equal = var.synchronization is VariableSynchronization.ON_WRITE
-    return kept_equal and var.dtype in _DTYPES and var._memory_slot is not None
+    return (
+        one_node
+        and len({*map(id, variables)}) == len(variables)
+        and all(
+            var.synchronization is VariableSynchronization.ON_WRITE
+            and var.dtype in _DTYPES
+            and var._memory_slot is not None
+            for var in everything
+        )
+    )
 
 
 def _place_of(var: Variable) -> Place:
@@ -185,7 +189,6 @@ class SlicedStep:
     ) -> None:
         self._ranks = strategy.extended.communicator
         self._values = [gradients.arena._leaves[gradients.numbers[id(var)]] for var in variables]
-        self._scratch = scratch
         runs = _runs(gradients, variables, slots)
         me = self._ranks.local_rank
         #: What a step writes, and where it collects gradients.
@@ -198,21 +201,24 @@ class SlicedStep:
             if number is not None:
                 self._own[number] = share
             for piece in chunks(share.start, share.stop, chunk_size(run.dtype)):
-                self._chunks.append(self._chunk(run, number, piece, tuple(slots[0])))
-
-    def _chunk(self, run: _Run, number: int | None, piece: slice, names: Sequence[str]) -> _Chunk:
-        me, scratch = self._ranks.local_rank, self._scratch.of(run.dtype, piece.stop - piece.start)
-        parameters, gradients, *slots = (place.replicas(piece, run.dtype) for place in run.places)
-        return _Chunk(
-            number,
-            piece,
-            gradients,
-            scratch[SCRATCH_ARRAYS],
-            parameters[me],
-            {name: replicas[me] for name, replicas in zip(names, slots, strict=True)},
-            scratch[:SCRATCH_ARRAYS],
-            [(all_of[me], peer) for all_of in (parameters, *slots) for peer in all_of if peer is not all_of[me]],
-        )
+                buffers = scratch.of(run.dtype, piece.stop - piece.start)
+                parameters, parts, *beside = (place.replicas(piece, run.dtype) for place in run.places)
+                chunk = _Chunk(
+                    number,
+                    piece,
+                    parts,
+                    buffers[SCRATCH_ARRAYS],
+                    parameters[me],
+                    {name: replicas[me] for name, replicas in zip(slots[0], beside, strict=True)},
+                    buffers[:SCRATCH_ARRAYS],
+                    [
+                        (all_of[me], peer)
+                        for all_of in (parameters, *beside)
+                        for peer in all_of
+                        if peer is not all_of[me]
+                    ],
+                )
+                self._chunks.append(chunk)
 
     def run(self, gradients: Sequence[Array], kernel: Kernel, op: ReduceOp, call: Call) -> None:
         """Combine the gradients and make one step in every copy, on all ranks.
