@@ -175,8 +175,7 @@ class Guard:
         if self._refusal is not None:
             return self._refusal(where)
         when = f"a failure: {self.broken}" if self.broken else "its close()"
-        expected = "another strategy, made by all its ranks" if self.broken else "an open strategy"
-        return errors.ContextError.at(where, found=f"a strategy after {when}", expected=expected)
+        return errors.ContextError.at(where, found=f"a strategy after {when}", expected="an open strategy")
 
     def check_as(self, level: str) -> None:
         """Compare all calls; with "off" and where a comparison costs a message, only calls that need a barrier.

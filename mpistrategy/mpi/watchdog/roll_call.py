@@ -131,7 +131,7 @@ def statuses_in(data: Mapping[str, Any]) -> list[RankStatus]:
 
 
 def _row(status: RankStatus) -> str:
+    words = f"{'waits' if status.waited else 'has not come, is'} {status.text}"
     if status.silent:
-        ago = f"{status.age:.1f} s ago it said: {status.text}"
-        return f"  rank {status.rank}: does not answer: {status.silent}; {ago}"
-    return f"  rank {status.rank}: {'waits' if status.waited else 'has not come, is'} {status.text}"
+        words = f"does not answer: {status.silent}; {status.age:.1f} s ago it said: {status.text}"
+    return f"  rank {status.rank}: {words}"
