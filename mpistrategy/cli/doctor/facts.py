@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 UNKNOWN: Facts = {
     # Its number, and how many MPI counts; its node; by MPI the node's first rank.
     "rank": 0, "size": 1, "host": "", "leader": 0,
-    # Versions, of the MPI library with its name; the MPI that mpi4py was built for; the files of MPI libraries that
-    # the process has loaded; what MPI was started with.
-    "python": "", "mpistrategy": "", "numpy": "", "mpi4py": "", "library": "", "built_for": "", "libraries": (),
+    # Versions, of the MPI library with its name; the files of MPI libraries that the process has loaded; what MPI was
+    # started with.
+    "python": "", "mpistrategy": "", "numpy": "", "mpi4py": "", "library": "", "libraries": (),
     "thread_level": "multiple",
     # The launcher, how many processes it started (0: unknown), this process's number, and the variables that say so;
     # what the launcher offers for the ranks to meet; why the library would not start here, and the cure.
