@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy import errors
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ValueContext
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.cross_device_ops.built_in import HierarchicalCopyAllReduce, MpiAllReduce, NcclAllReduce
+from mpistrategy.cross_device_ops.built_in import (
+    HierarchicalCopyAllReduce,
+    MpiAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from mpistrategy.cross_device_ops.ordered import OrderedAllReduce
-from mpistrategy.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrategy.input.datasets import Dataset
 from mpistrategy.input.distributed import DistributedDataset
 from mpistrategy.input.iterators import DistributedIterator

@@ -28,8 +28,7 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Settable, checked_type
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena
-from mpistrategy.reduction.inputs import unpacked, unwrapped
-from mpistrategy.reduction.layout.destinations import Destination, for_value, resolve
+from mpistrategy.reduction.inputs import Destination, for_value, resolve, unpacked, unwrapped
 from mpistrategy.reduction.plan import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
@@ -103,7 +102,7 @@ class StrategyExtended(NotPickled, Settable):
 
     @cross_device_ops.setter
     def cross_device_ops(self, algorithm: CrossDeviceOps) -> None:
-        self._reducer.algorithm = checked_type(
+        checked_type(
             "StrategyExtended.cross_device_ops",
             "cross_device_ops",
             algorithm,
@@ -111,6 +110,7 @@ class StrategyExtended(NotPickled, Settable):
             "a CrossDeviceOps",
             fix="Assign an instance, such as MpiAllReduce().",
         )
+        self._reducer.use(algorithm, self.options)
 
     @property
     def options(self) -> CommunicationOptions:
@@ -125,7 +125,7 @@ class StrategyExtended(NotPickled, Settable):
 
     @options.setter
     def options(self, options: CommunicationOptions) -> None:
-        self._reducer.options = checked_type(
+        checked_type(
             "StrategyExtended.options",
             "options",
             options,
@@ -133,6 +133,7 @@ class StrategyExtended(NotPickled, Settable):
             "a CommunicationOptions",
             fix="Assign an instance; CommunicationOptions() has the defaults.",
         )
+        self._reducer.use(self.cross_device_ops, options)
 
     # ------------------------------------------------------------------------------------------- reductions
 

@@ -339,7 +339,7 @@ class ReplicaContext(NotPickled):
         Raises:
             ContextError: outside this context's step function.
             ReduceOpError: for a MEAN, too, whose divisor would be another one on each rank.
-            OptionTypeError, DTypeError, LeafError, UnsupportedError, EmptyBatchError: on every rank, for bad input.
+            OptionTypeError, DTypeError, LeafError, UnsupportedError: on every rank, for bad input.
             CollectiveMismatchError: on every rank, when structures, dtypes, shapes, operations or calls differ.
 
         >>> import mpistrategy as ms
