@@ -189,17 +189,22 @@ def test_one_job_of_two_programs(launch: Launch, tmp_path: Path, how: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("source", "status"),
+    ("source", "status", "left"),
     [
-        ("import os\nos.chdir('/')\nfrom mpi4py import MPI\nMPI.Finalize()\n", 0),
-        ("import sys\nsys.exit(0)\n", 0),
-        ("import sys\nsys.exit(75)\n", 75),
-        ("1 / 0\n", 1),
+        ("import os\nos.chdir('/')\nfrom mpi4py import MPI\nMPI.Finalize()\n", 0, None),
+        ("import sys\nsys.exit(75)\n", 75, "begun\nstopped with status 75\n"),
+        ("import sys\nsys.exit(3)\n", 3, "failed with status 3 on rank "),
+        ("1 / 0\n", 1, "failed with ZeroDivisionError on rank "),
     ],
 )
-def test_a_file_that_is_taken_away_at_a_good_end(launch: Launch, tmp_path: Path, source: str, status: int) -> None:
-    (tmp_path / "mark").touch()
+def test_a_file_says_how_the_program_ended(
+    launch: Launch, tmp_path: Path, source: str, status: int, left: str | None
+) -> None:
+    """It is taken away at a good end."""
+    mark = tmp_path / "mark"
+    mark.touch()
     (tmp_path / "job.py").write_text(source)
     job = launch(2, ["-m", "mpistrategy", "run", "--unfinished", "mark", "job.py"], cwd=tmp_path)
-    assert (job.returncode, (tmp_path / "mark").exists()) == (status, status != 0), job
+    assert (job.returncode, mark.exists()) == (status, left is not None), job
+    assert left is None or left in mark.read_text()
     assert status or not job.stderr.strip(), job
