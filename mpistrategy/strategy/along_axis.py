@@ -32,8 +32,8 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.collectives import checked_axis, identity
 from mpistrategy.reduction.inputs import refuse_mirrored_sum
-from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.reducer import General
+from mpistrategy.reduction.transfer import finish
 
 
 class ReduceAlong(General):

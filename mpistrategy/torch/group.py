@@ -30,9 +30,9 @@ from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.collectives import broadcast as broadcast_arrays
 from mpistrategy.reduction.collectives import gather as gather_arrays
-from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan
 from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.torch import tensors as t
 
 #: Whether torch takes a Work that is written in Python: not before 2.7.

@@ -13,9 +13,9 @@ import torch
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan
 from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t

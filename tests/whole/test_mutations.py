@@ -8,13 +8,14 @@ random programs.  The time limit would end a hang.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import CLOSING, KINDS, PLACES, Call, Stage, call, changed, judged
-from replicas import ALL, RANKS, SIZE, OnNodes, still_works
+from mutations import CLOSING, FILE, KINDS, PLACES, Call, Stage, call, changed, judged
+from replicas import ALL, RANK, RANKS, SIZE, OnNodes, gather_texts, still_works
 
 import mpistrategy as ms
 
@@ -168,6 +169,19 @@ def test_random_mistakes_in_random_programs_are_reported(
     faults = judged(stages[place], program, odd_program, odd)
     assert not faults, "\n".join([what, *faults])
     assert still_works(stages[place].strategy)
+
+
+@several
+@pytest.mark.parametrize("kind", ["assign", "assign_add", "scatter_add", "apply_gradients"])
+def test_a_rank_that_is_refused_by_itself_is_named_to_all(stages: dict[str, Stage], kind: str) -> None:
+    for stage in stages.values():
+        one, odd = call(kind), replace(call(kind), shape=(7, 3))
+        ending = stage.run([odd if RANK == SIZE - 1 else one])
+        *others, refused = gather_texts(f"{ending.error}: {ending.text}")
+        assert refused.startswith("ShapeError: ")
+        assert {*others} == {f"ShapeError: rank {SIZE - 1} could not make this call ({FILE}:{one.line}): {refused}"}
+        assert ending.wrong == []
+    assert still_works(stage.strategy)
 
 
 @several

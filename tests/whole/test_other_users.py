@@ -244,4 +244,4 @@ def test_thresholds_and_settings_that_were_made_up_to_harm(launch: object, tmp_p
         hostile_others.read_thresholds(tmp_path, 200, random.Random(7)),
         hostile_others.read_environment(tmp_path, SETTINGS),
     ):
-        assert figures.is_good, "\n".join([figures.line(), *figures.foreign, *figures.hangs])
+        assert figures.foreign == [], figures.line()

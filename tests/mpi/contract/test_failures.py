@@ -17,7 +17,7 @@ from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, still_works
 import mpistrategy as ms
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum
-from mpistrategy.reduction.routes import communicator as route
+from mpistrategy.reduction.routes import host as route
 
 pytestmark = pytest.mark.mpi
 Launch = Callable[..., launching.Finished]
