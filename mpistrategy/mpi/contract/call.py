@@ -58,7 +58,7 @@ class Call(CurrentCall):
         self.structure = structure
         self._guard, self._called, self._anywhere = guard, called, anywhere or bool(called)
         given = called if isinstance(called, str) else ""
-        self.name = f"{given}: {name}" if given and name else given or name
+        self.name: str = f"{given}: {name}" if given and name else given or name
 
     def __enter__(self) -> Call:
         guard, frame = self._guard, _getframe(1)
@@ -69,7 +69,7 @@ class Call(CurrentCall):
             else:
                 guard.thread, guard.agreed, guard.reported = get_ident(), False, None
                 if not self._anywhere:
-                    self.place = (guard.site or site_of(frame)).place
+                    self.place: str = (guard.site or site_of(frame)).place
                 if guard.size > 1:
                     self._write_down(guard.record)
                 for observer in observers.observers:
@@ -91,7 +91,8 @@ class Call(CurrentCall):
 
     def _write_down(self, record: FlightRecord) -> None:
         """Enter the outermost call into the flight record."""
-        number = self.number = record.number = record.number + 1
+        self.number: int = record.number + 1
+        number = record.number = self.number
         at, now = number % LENGTH, monotonic()
         self.entered = now
         record.entries.append(self)
@@ -168,7 +169,7 @@ class Call(CurrentCall):
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Set how long this call may wait for the other ranks; None leaves it as it is."""
         if timeout_seconds is not None:
-            self.timeout = timeouts.limit(timeout_seconds)
+            self.timeout: float | None = timeouts.limit(timeout_seconds)
 
     def own_work(self) -> AbstractContextManager[None]:
         """Say that the code in here is the program's own: this rank waits for no other rank."""
@@ -195,7 +196,7 @@ class Call(CurrentCall):
             if self._is_in_own_work:
                 guard.since = math.inf  # it goes on
             return
-        self.left = monotonic()
+        self.left: float = monotonic()
         for observer in observers.observers:
             observer.left(guard, self)
         if self._on_gpu is not None:
