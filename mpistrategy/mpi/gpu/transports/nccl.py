@@ -162,9 +162,7 @@ class NcclPath(DevicePath):
             return
         if self._progress.is_full:
             self._wait_for_all()
-        call = self._ranks.guard.current
-        limit = None if call is None else call.timeout
-        with self._progress.collective(self._ranks.guard.record.last(), limit) as stream:
+        with self._progress.collective(self._ranks.guard.record.last()) as stream:
             launch(*arguments, stream)
 
     def _wait_for_all(self, seconds: float = math.inf) -> str:
