@@ -305,7 +305,7 @@ class Strategy(NotPickled, NamesOurs):
             seconds: how long the work may take.
 
         Raises:
-            OptionError: for anything but a number of seconds above 0.
+            OptionError, OptionTypeError: for anything but a number of seconds above 0.
 
         >>> import mpistrategy as ms
         >>> strategy = ms.OneDeviceStrategy("CPU:0")
