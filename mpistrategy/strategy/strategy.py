@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import (
     Any,
     Literal,
-    NoReturn,
     Self,
     TypeAlias,
     TypeVar,
@@ -669,14 +668,6 @@ class Strategy(NotPickled, NamesOurs):
         TensorFlow fits the configuration of its sessions to the strategy here; there is no session to configure.
         """
         return copy.copy(config_proto)
-
-    def __copy__(self) -> NoReturn:
-        raise CopyError.at(
-            "copy.copy(strategy)",
-            found="a shallow copy",
-            expected="one strategy for each set of variables",
-            fix="Use the strategy itself, or copy.deepcopy(strategy).",
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a strategy of its own with the same ranks: the copy shares the communicator, and its close().

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -493,10 +493,6 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         self.skipped_steps = saved["skipped_steps"]
         if self.schedule is None:
             self.learning_rate = saved["learning_rate"]
-
-    def __copy__(self) -> NoReturn:
-        """Raise CopyError: two optimizers share no slots."""
-        self.__reduce_ex__(2)
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:
