@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy import errors
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ValueContext
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.cross_device_ops.built_in import HierarchicalCopyAllReduce, MpiAllReduce, NcclAllReduce
+from mpistrategy.cross_device_ops.built_in import (
+    HierarchicalCopyAllReduce,
+    MpiAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from mpistrategy.cross_device_ops.ordered import OrderedAllReduce
-from mpistrategy.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrategy.input.datasets import Dataset
 from mpistrategy.input.distributed import DistributedDataset
 from mpistrategy.input.iterators import DistributedIterator
@@ -69,20 +73,21 @@ _LATER = {
     "Saving": "checkpoint.checkpoint",
     "Stateful": "checkpoint.checkpoint",
     "TerminationConfig": "checkpoint.preemption",
+    **{name: name for name in ("gradients", "losses", "metrics", "optimizers", "schedules", "telemetry", "testing")},
 }
-_MODULES = ("gradients", "losses", "metrics", "optimizers", "schedules", "telemetry", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return _importlib.import_module(f"{__name__}.{name}")
     if name in _LATER:
-        value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        module = _importlib.import_module(f"{__name__}.{_LATER[name]}")
+        value = globals()[name] = getattr(module, name, module)
         return value
-    if name == "CollectiveHints":  # TensorFlow's former name
-        return CommunicationOptions
     hint = f". {_other_names.MODULE[name]}." if name in _other_names.MODULE else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name, obj=_sys.modules[__name__])
+
+
+#: TensorFlow's former name.
+CollectiveHints = CommunicationOptions
 
 
 def __dir__() -> list[str]:

@@ -37,12 +37,9 @@ class Device:
     index: int | None = None
 
     def __str__(self) -> str:
-        parts = ["/job:worker/replica:0" if self.task is not None else ""]
-        if self.task is not None:
-            parts.append(f"/task:{self.task}")
-        if self.kind is not None:
-            parts.append(f"/device:{self.kind}:{'*' if self.index is None else self.index}")
-        return "".join(parts)
+        place = "" if self.task is None else f"/job:worker/replica:0/task:{self.task}"
+        index = "*" if self.index is None else self.index
+        return place if self.kind is None else f"{place}/device:{self.kind}:{index}"
 
     def matches(self, other: Device) -> bool:
         """Return whether the complete device `other` matches this pattern."""

@@ -13,7 +13,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -133,10 +132,9 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
     before = len(leaves)
     inner = [_visit(child, leaves) for child in children]
     rebuilds = [structure.rebuild for structure in inner]
-    is_flat = all(structure is LEAF for structure in inner)
 
     def rebuild(leaves: Iterator[Any]) -> Any:
-        return build([*islice(leaves, len(rebuilds))] if is_flat else [part(leaves) for part in rebuilds])
+        return build([rebuild_child(leaves) for rebuild_child in rebuilds])
 
     texts = [structure.text for structure in inner]
     if label is not None:

@@ -13,26 +13,26 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.reading import arrays_of
 from mpistrategy.checkpoint.restoring import Restored, restore
 from mpistrategy.checkpoint.saving import Saving
-from mpistrategy.checkpoint.state import State, strategy_of
+from mpistrategy.checkpoint.state import State
 from mpistrategy.errors import OptionError, OptionTypeError, StaleStateWarning
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.nearest import NamesOurs
-from mpistrategy.objects.settings import Setting
+from mpistrategy.objects.settings import Setting, checked_type
 from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.variables.variable import Variable
 
 __all__ = ["Checkpoint", "Restored", "Saving", "Stateful"]
 
 
 def checked_objects(where: str, name: str, objects: Any) -> dict[str, Any]:
     """Return the objects of a checkpoint; raise OptionTypeError unless they are a dict, OptionError for a bad name."""
-    if not isinstance(objects, dict):
-        raise OptionTypeError.at(where, found=f"{name}={objects!r}", expected="a dict of objects by name")
-    for key in objects:
+    checked: dict[Any, Any] = checked_type(where, name, objects, dict, "a dict of objects by name")
+    for key in checked:
         if not isinstance(key, str) or not key or key.startswith("_") or "/" in key:
             raise OptionError.at(where, found=f"the name {key!r}", expected="one that does not begin with _, without /")
-    return objects
+    return checked
 
 
 class Stateful(Protocol):
@@ -49,8 +49,8 @@ class Checkpoint(NamesOurs):
     """The state of some objects: saved whole or not at all, restored on any number of ranks.
 
     Make it on all ranks with the same names for the same objects.  It belongs to the strategy in whose scope it is
-    made; outside, to that of the variables among the objects, or else to the only strategy of several ranks that is
-    open.  A checkpoint is a folder of plain files; nothing in them is executed.
+    made; outside, to the only strategy of several ranks that is open.  A checkpoint is a folder of plain files; nothing
+    in them is executed.
     Only the user can read it; in a setgid folder, the group can, too.
 
     It saves:
@@ -104,13 +104,17 @@ class Checkpoint(NamesOurs):
         self._pending: Saving | None = None
         self._last: dict[str, int] = {}
         self._has_warned = False
-        if self.objects:
+        if objects:
             _ = self.strategy  # raises here, not at the first save
 
     @property
     def strategy(self) -> Strategy:
         """The strategy whose ranks save together."""
-        return strategy_of(self.objects, self._made_in)
+        if not self._made_in._is_default:
+            return self._made_in
+        joined: Any = context.open_strategy("Checkpoint", "one that was")
+        variables = [value for value in self.objects.values() if isinstance(value, Variable)]
+        return joined or next((var.strategy for var in variables if not var.strategy._is_default), self._made_in)
 
     def save(
         self,
@@ -302,13 +306,9 @@ def checked_path(directory: Any, where: str, name: str = "directory") -> str:
     Raises:
         OptionTypeError, OptionError: for anything else than the path of a folder or file.
     """
-    try:
-        text = os.fspath(directory)
-    except TypeError as error:
-        raise OptionTypeError.at(where, found=f"{name}={directory!r}", expected="a path") from error
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError.at(where, found=f"{name}={text!r}", expected="the path of a folder")
-    path = os.path.abspath(text)
-    if not os.path.basename(path):
-        raise OptionError.at(where, found=f"{name}={text!r}", expected="a folder below the root")
+    if not isinstance(directory, (str, os.PathLike)):
+        raise OptionTypeError.at(where, found=f"{name}={directory!r}", expected="a path")
+    path = os.path.abspath(text := os.fspath(directory))
+    if not text or "\0" in text or not os.path.basename(path):
+        raise OptionError.at(where, found=f"{name}={text!r}", expected="the path of a folder below the root")
     return path

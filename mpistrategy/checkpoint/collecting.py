@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,22 +30,10 @@ BYTES_A_PART = 2**26
 MOST_A_NODE, MOST_WRITERS = 8, 1024
 
 
-class Plan(NamedTuple):
-    """Who writes what.
-
-    Attributes:
-        writers: the rank that writes each shard; the first is rank 0.
-        writer_of: for each rank, the rank that writes its data.
-        shards: of each array that is saved once: `Item.shards`.
-    """
-
-    writers: list[int]
-    writer_of: Array
-    shards: dict[str, tuple[int, ...]]
-
-
-def plan(node_of: Sequence[int], once: Mapping[str, Array], own_bytes: int) -> Plan:
-    """Return who writes what.
+def plan(
+    node_of: Sequence[int], once: Mapping[str, Array], own_bytes: int
+) -> tuple[list[int], Array, dict[str, tuple[int, ...]]]:
+    """Return the rank that writes each shard, the first is 0; the rank that writes each rank's data; `Item.shards`.
 
     Args:
         node_of: the node of each rank.
@@ -68,7 +56,7 @@ def plan(node_of: Sequence[int], once: Mapping[str, Array], own_bytes: int) -> P
         shards[path] = tuple(number for _, number in loads_of_parts)
         for nbytes, number in loads_of_parts:
             heapq.heappush(loads, (nbytes + array.nbytes // parts, number))
-    return Plan(writers, writer_of, shards)
+    return writers, writer_of, shards
 
 
 def _over(number: int, divisor: int) -> int:
@@ -92,18 +80,18 @@ def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], l
     lengths = np.zeros(size, np.int64)
     if own:
         communicator.allgatherv(np.array([_nbytes(own)], np.int64), [1] * size, lengths)
-    planned = plan(communicator.node_of, once, int(lengths.sum()))
-    for path, shards in planned.shards.items():
+    writers, writer_of, shards_of = plan(communicator.node_of, once, int(lengths.sum()))
+    for path, shards in shards_of.items():
         state.items[path] = dataclasses.replace(state.items[path], shards=shards)
     call.expect_more()
     blocks = {me: own} if own else {}
-    if own and len(planned.writers) < size:
+    if own and len(writers) < size:
         send_counts, receive_counts = np.zeros((2, size), np.int64)
-        outgoing, writer = np.empty(0, np.uint8), planned.writer_of[me]
+        outgoing, writer = np.empty(0, np.uint8), writer_of[me]
         if writer != me:
             outgoing = np.concatenate([np.frombuffer(piece, np.uint8) for piece in own])
             send_counts[writer] = outgoing.size
-        group = np.flatnonzero((planned.writer_of == me) & (np.arange(size) != me))
+        group = np.flatnonzero((writer_of == me) & (np.arange(size) != me))
         receive_counts[group] = lengths[group]
         received = np.empty(int(receive_counts.sum()), np.uint8)
         call.agree("gather what each rank has")
@@ -111,10 +99,10 @@ def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], l
         call.expect_more()
         others_blocks = np.split(received, np.cumsum(lengths[group])[:-1])
         blocks |= {rank: [block] for rank, block in zip(group.tolist(), others_blocks, strict=False)}
-    if me not in planned.writers:
-        return planned.writers, None
-    own_parts = _parts_of(state, once, planned.writers.index(me))
-    return planned.writers, pieces_of(own_parts, dict(sorted(blocks.items())))
+    if me not in writers:
+        return writers, None
+    own_parts = _parts_of(state, once, writers.index(me))
+    return writers, pieces_of(own_parts, dict(sorted(blocks.items())))
 
 
 def _own(state: State, where: str) -> list[Any]:

@@ -9,31 +9,28 @@ import re
 import weakref
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from mpistrategy import context, own_files
 from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, checked_path
 from mpistrategy.checkpoint.saving import SAVING
 from mpistrategy.checkpoint.storage import files
-from mpistrategy.checkpoint.storage.lock import OneWriter
 from mpistrategy.checkpoint.storage.manifest import is_checkpoint
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointMissingError,
     CheckpointReadError,
-    OptionError,
-    OptionTypeError,
 )
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.nearest import NamesOurs, refuses
-from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_count, or_none
+from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_count, checked_type, or_none
 
-_STEP = re.compile(r"step-([0-9]{12})")
-_UNFINISHED = re.compile(rf"\.step-[0-9]{{12}}\.saving-{files.TOKEN}")
+_STEP = re.compile(r"step-([0-9]{12,})")
+_UNFINISHED = re.compile(rf"\.step-[0-9]{{12,}}\.saving-{files.TOKEN}")
 #: How the names of folders begin that a job has left when it ended while it wrote.
 _LEFT = SAVING.format("step-")[:6]
-_INCOMPLETE, _NO_NAME = "incomplete: the job ended while it was written", "not the name of a checkpoint"
+_INCOMPLETE = "incomplete: the job ended while it was written, or no checkpoint by its name"
 
 
 class CheckpointManager(NamesOurs, Settable):
@@ -80,15 +77,12 @@ class CheckpointManager(NamesOurs, Settable):
         keep_checkpoint_every_n_hours="Save these with a Checkpoint in another folder.",
     )
     def __init__(self, checkpoint: Checkpoint, directory: str | os.PathLike[str], keep: int | None = 3) -> None:
-        where = "CheckpointManager"
-        if not isinstance(checkpoint, Checkpoint):
-            raise OptionTypeError.at(where, found=f"checkpoint={checkpoint!r}", expected="a Checkpoint")
-        self.checkpoint = checkpoint
-        self.directory = checked_path(directory, where)
+        self.checkpoint = checked_type("CheckpointManager", "checkpoint", checkpoint, Checkpoint, "a Checkpoint")
+        self.directory = checked_path(directory, "CheckpointManager")
         self.keep = keep
         self.skipped, self.restored = {}, None
         #: The lock of the folder, on rank 0 from the first save on.
-        self._lock: OneWriter | None = None
+        self._lock: files.OneWriter | None = None
         #: The steps that the last restore found damaged; and the last step that was saved.
         self._damaged: set[int] = set()
         self._saved: int | None = None
@@ -106,7 +100,7 @@ class CheckpointManager(NamesOurs, Settable):
 
     def path_of(self, step: int) -> str:
         """Return where the checkpoint of a step is, or would be."""
-        return os.path.join(self.directory, f"step-{_checked(step):012}")
+        return os.path.join(self.directory, f"step-{checked_count('CheckpointManager', 'step', step, 0):012}")
 
     def steps(self) -> list[int]:
         """Return the steps with checkpoints in the folder, in order.  Rank-local.
@@ -140,15 +134,12 @@ class CheckpointManager(NamesOurs, Settable):
             self._wait(call.where)
             call.expect_more()
             call.agree("begin", destination=path)
-            self._saved = _checked(step)
+            self._saved = int(step)
             saving = self.checkpoint._save_after(
                 self._make_ready, path, wait=wait, overwrite=self._saved in self._damaged
             )
             self._damaged.discard(self._saved)
-            if wait:
-                self._latest = self._saved
-            else:
-                self._begun = saving
+            self._latest, self._begun = (self._saved, None) if wait else (self._latest, saving)
             self._remove_old(call)
         return saving
 
@@ -178,8 +169,7 @@ class CheckpointManager(NamesOurs, Settable):
                     names = [name for name in self._names() if name.startswith(("step-", _LEFT))]
             call.agree("look for checkpoints", destination=self.directory, options=f"{partial=}")
             names = json.loads(communicator.allgather_text(json.dumps(names))[0])
-            other_names = [name for name in names if not _STEP.fullmatch(name)]
-            self.skipped = {name: _INCOMPLETE if name.startswith(_LEFT) else _NO_NAME for name in other_names}
+            self.skipped = {name: _INCOMPLETE for name in names if not _STEP.fullmatch(name)}
             self.restored, self._damaged = None, set()
             for step in reversed(_steps_in(names)):
                 path = self.path_of(step)
@@ -252,7 +242,7 @@ class CheckpointManager(NamesOurs, Settable):
             return
         own_files.make_folders(self.directory)
         files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
-        self._lock = OneWriter(self.directory)
+        self._lock = files.OneWriter(self.directory)
         weakref.finalize(self, self._lock.close)
         if self._lock.is_held:
             files.sweep(self.directory, _UNFINISHED)
@@ -276,7 +266,9 @@ class CheckpointManager(NamesOurs, Settable):
             for step in other_steps[: max(0, len(steps) - self.keep)]:
                 hidden = os.path.join(self.directory, SAVING.format(f"step-{step:012}") + "0" * 16)
                 with contextlib.suppress(OSError):
-                    files.rename(self.path_of(step), hidden)  # if the job ends meanwhile, the next one sweeps the rest
+                    files.change(
+                        os.rename, self.path_of(step), hidden
+                    )  # if the job ends meanwhile, the next one sweeps the rest
                     files.remove(hidden)
         call.agree("remove old checkpoints", options=f"keep={self.keep}")
 
@@ -286,12 +278,3 @@ class CheckpointManager(NamesOurs, Settable):
 
 def _steps_in(names: list[str]) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match is not None)
-
-
-def _checked(step: Any) -> int:
-    if type(step) is not int and not hasattr(type(step), "__index__"):
-        raise OptionTypeError.at("CheckpointManager", found=f"step={step!r}", expected="an int")
-    number = int(step)
-    if not 0 <= number < 10**12:
-        raise OptionError.at("CheckpointManager", found=f"step={number}", expected="an int from 0 to 999999999999")
-    return number

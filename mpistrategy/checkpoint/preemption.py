@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType, NoneType, TracebackType
 from typing import Any, Self, TypeVar
 
 from mpistrategy import context
@@ -25,7 +25,7 @@ from mpistrategy.errors import CheckpointError, ContextError, OptionError, Optio
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_threads import Threads
-from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, not_negative
+from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, checked_type, not_negative
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
 START_ME_AGAIN = 75
@@ -61,28 +61,22 @@ class TerminationConfig:
 
     def __post_init__(self) -> None:
         where = "TerminationConfig"
-        for name in ("termination_watcher_fn", "exit_fn"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise OptionTypeError.at(where, found=f"{name}={function!r}", expected="a function, or None")
+        function: Any = (Callable, NoneType)
+        several: Any = (list, tuple)
+        checked_type(where, "termination_watcher_fn", self.termination_watcher_fn, function, "a function, or None")
+        checked_type(where, "exit_fn", self.exit_fn, function, "a function, or None")
         if self.grace_period is not None:
             checked_number(where, "grace_period", self.grace_period, "0 or more seconds, or None", not_negative)
-        if isinstance(self.signals, str | int) or not isinstance(self.signals, Sequence):
-            expected = 'a list, such as ["SIGTERM", "SIGUSR2"]'
-            raise OptionTypeError.at(where, found=f"signals={self.signals!r}", expected=expected)
+        checked_type(where, "signals", self.signals, several, 'a list, such as ["SIGTERM", "SIGUSR2"]')
         object.__setattr__(self, "signals", tuple(dict.fromkeys(map(_signal, self.signals))))
 
 
 def _signal(value: Any) -> signal.Signals:
-    where, expected = "TerminationConfig, signals", 'the name of a signal that can be caught, such as "SIGUSR2"'
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise OptionTypeError.at(where, found=repr(value), expected=expected)
-    try:
-        number = signal.Signals[value.upper()] if isinstance(value, str) else signal.Signals(value)
-    except (KeyError, ValueError) as error:
-        raise OptionError.at(where, found=repr(value), expected=expected) from error
-    if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise OptionError.at(where, found=number.name, expected=expected)
+    known: dict[Any, signal.Signals] = {**signal.Signals.__members__, **{int(each): each for each in signal.Signals}}
+    number = known.get(value.upper() if isinstance(value, str) else value)
+    if number in (None, signal.SIGKILL, signal.SIGSTOP):
+        expected = 'the name of a signal that can be caught, such as "SIGUSR2"'
+        raise OptionError.at("TerminationConfig, signals", found=repr(value), expected=expected)
     return number
 
 
@@ -135,8 +129,7 @@ class PreemptionCheckpointHandler(Settable):
         name: str | None = None,
     ) -> None:
         config = TerminationConfig() if termination_config is None else termination_config
-        if not isinstance(config, TerminationConfig):
-            raise OptionTypeError.at(_WHERE, found=f"termination_config={config!r}", expected="a TerminationConfig")
+        checked_type(_WHERE, "termination_config", config, TerminationConfig, "a TerminationConfig")
         self.checkpoint_manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._config = config
         self._steps_between_votes = checked_count(_WHERE, "steps_between_votes", steps_between_votes)
@@ -194,10 +187,6 @@ class PreemptionCheckpointHandler(Settable):
             Exception: the errors of the function and of `CheckpointManager.save`.
             ContextError: in a step function.
         """
-        if not callable(distributed_train_function):
-            raise OptionTypeError.at(
-                f"{_WHERE}.run", found=f"{distributed_train_function!r}", expected="a function that makes one step"
-            )
         context.require_cross_replica(self._strategy, f"{_WHERE}.run")
         before = self._comparisons()
         result = distributed_train_function(*args, **kwargs)
@@ -299,10 +288,9 @@ class PreemptionCheckpointHandler(Settable):
         if manager.latest != step:
             manager.save(step, name=name)
         if communicator.rank == 0:
-            text = _in_words(notices, time.monotonic() - now, self._config.grace_period)
+            text = _in_words(step, notices, time.monotonic() - now, self._config.grace_period)
             sys.stdout.flush()
-            sys.stderr.write(f"{text.format(step)}: {manager.path_of(step)}\n")
-            sys.stderr.flush()
+            print(f"{text}: {manager.path_of(step)}", file=sys.stderr, flush=True)
         self._notice = None
         self._guard.lower_flags()
         try:
@@ -317,14 +305,14 @@ class PreemptionCheckpointHandler(Settable):
             raise
 
 
-def _in_words(notices: Sequence[str], took: float, grace: float | None) -> str:
-    """Return who was told to stop, and how long it took, with {} for the step."""
+def _in_words(step: int, notices: Sequence[str], took: float, grace: float | None) -> str:
+    """Return who was told to stop, and how long it took."""
     signals = {rank: text.split() for rank, text in enumerate(notices) if text}
     who = f"{' and '.join(sorted({source for source, _ in signals.values()}))} on rank {', '.join(map(str, signals))}"
     seconds = max((float(ago) for _, ago in signals.values()), default=0.0) + took
     within = f" of {grace:g} s" if grace is not None else ""
     late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
-    return f"told to stop ({who}): saved step {{}}, {seconds:.1f} s{within} after the signal{late}"
+    return f"told to stop ({who}): saved step {step}, {seconds:.1f} s{within} after the signal{late}"
 
 
 def _manager(saver: Any, folder: Any) -> CheckpointManager:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, is_on_device
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.errors import OptionTypeError, ShapeError
 from mpistrategy.objects.nearest import NamesOurs
@@ -75,13 +74,6 @@ class Rows(NamesOurs):
     def dtype(self) -> Any:
         """The dtype of the array."""
         return self.value.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        array = host_array(self.value)
-        return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
 
     def __repr__(self) -> str:
         return f"Rows({self.value!r})"

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrategy import context
 from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
@@ -140,9 +139,8 @@ class State:
         self, path: str, kind: str, children: Mapping[Any, Any] | Sequence[Any], owners: list[tuple[str, Kept]]
     ) -> None:
         """Enter an object that only holds other objects."""
-        has_keys = isinstance(children, Mapping)
-        self.items[path] = Item(kind, keys=[*children] if has_keys else None)
-        for key, child in children.items() if has_keys else enumerate(children):
+        self.items[path] = Item(kind, keys=[*children] if isinstance(children, Mapping) else None)
+        for key, child in children.items() if isinstance(children, Mapping) else enumerate(children):
             self._add(below(path, key), child, owners)
 
     def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
@@ -160,7 +158,7 @@ class State:
     def _copies_of(self, var: Variable) -> str:
         """Return how the ranks' copies of a variable are saved."""
         is_local = var.strategy.extended._is_local
-        if var.strategy is not self.strategy and not is_local:
+        if var.strategy is not self.strategy and not is_local and not self.strategy._is_default:
             raise OptionError.at(
                 self.where,
                 found=f"{var.name!r}, of another strategy than the rest",
@@ -250,34 +248,6 @@ def members_of(value: Any) -> tuple[Variable, ...]:
     members = getattr(value, "variables", None)
     is_list = isinstance(members, (list, tuple)) and all(isinstance(member, Variable) for member in members)
     return tuple(members) if is_list and members else ()
-
-
-def strategy_of(objects: Mapping[str, Any], made_in: Strategy) -> Strategy:
-    """Return the strategy whose ranks share these objects.
-
-    That is `made_in`; for the default strategy, the strategy of the variables among the objects, or else the only
-    open strategy of several ranks.
-
-    Raises:
-        ContextError: if several strategies are open, or none any more.
-    """
-    if not made_in._is_default:
-        return made_in
-    strategies: list[Any] = [var.strategy for var in _variables_in(objects, 0) if not var.strategy._is_default]
-    strategies.sort(key=lambda strategy: strategy.extended._is_local)
-    joined: Any = strategies[0] if strategies else context.open_strategy("Checkpoint", "one that was")
-    return made_in if joined is None else joined
-
-
-def _variables_in(value: Any, depth: int) -> Iterator[Variable]:
-    if isinstance(value, Variable):
-        yield value
-    elif type(value) in (dict, list, tuple):
-        children = value.values() if type(value) is dict else value
-        for child in children if depth < DEEPEST else ():
-            yield from _variables_in(child, depth + 1)
-    else:
-        yield from members_of(value)
 
 
 def _summary(numbers: Sequence[int]) -> int:

@@ -21,8 +21,8 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
+from mpistrategy.reduction import inputs as placing
 from mpistrategy.reduction.collectives import broadcast
-from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.reducer import Algorithm
 
 
@@ -69,7 +69,7 @@ class CrossDeviceOps(Algorithm):
             reduce_op: a ReduceOp, or "SUM" / "MEAN".
             per_replica_value: this rank's value: a PerReplica, an array, a number or IndexedSlices; shape and dtype
                 are equal on all ranks.
-            destinations: where the result goes; see `mpistrategy.reduction.layout.destinations.resolve`.
+            destinations: where the result goes; see `mpistrategy.reduction.inputs.resolve`.
             options: hints; None for the defaults.
             name: is compared between the ranks instead of the call site.
 

@@ -7,32 +7,39 @@ unless it takes the usual routes, as MpiAllReduce does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays import devices
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
 from mpistrategy.arrays.gpu import layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.errors import DTypeError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.collectives import concatenate
-from mpistrategy.reduction.inputs import checked_value, in_kind, layout_of_slices, own_component
-from mpistrategy.reduction.layout import destinations as placing
-from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
-from mpistrategy.reduction.layout.packing import Layout, Pack
+from mpistrategy.reduction.inputs import (
+    EVERY_RANK,
+    Destination,
+    checked_value,
+    in_kind,
+    layout_of_slices,
+    own_component,
+    ranks_of,
+    resolve,
+)
 from mpistrategy.reduction.plan import Plan, summed, usual_route
-from mpistrategy.reduction.routes.base import Description, Transfer
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
+from mpistrategy.reduction.routes.host import CommunicatorRoute
+from mpistrategy.reduction.transfer import Description, Layout, Pack, Transfer, layouts_of, packs_of
 
 #: What a subclass may override; its values have no plans then.
 _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
@@ -61,18 +68,25 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """The settings that must be equal on all ranks for their messages to fit together."""
         return f"{type(self).__name__}, num_packs={self._num_packs}"
 
-    def _plan(
+    def _transfer(
         self,
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
-    ) -> Plan:
-        """Return how arrays on the host are reduced; the results count on the destination's ranks."""
+        *,
+        on_gpu: bool,
+    ) -> Transfer | None:
+        """Return how arrays are reduced; None where arrays in GPU memory are reduced on the host."""
         reduced_precision.check(options.wire)
-        self._check_dtypes((dtype for dtype, _ in layouts), op)
-        return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
+        if not on_gpu:
+            self._check_dtypes((dtype for dtype, _ in layouts), op)
+            return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
+        if self._by_host:
+            return None
+        packs = gpu_packs(layouts, options.bytes_per_pack, self.num_packs)
+        return GpuRoute(ranks, packs, op, path_word(options, self._device_path), options.wire)
 
     def _route(
         self,
@@ -86,31 +100,13 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         root = self._root(ranks, destination)
         if root is None:
             return usual_route(ranks, layouts, op, options.bytes_per_pack, options.wire)
+        packs = packs_of(layouts, options.bytes_per_pack, self._num_packs)
         reduce_pair = partial(_by_one_rank, ranks, op._on_the_wire, root, is_sent=destination.only_rank != root)
-        return CommunicatorRoute(ranks, self._packs(layouts, options.bytes_per_pack), op, "root", reduce_pair)
+        return CommunicatorRoute(ranks, packs, op, "root", reduce_pair)
 
     def _root(self, ranks: Ranks, destination: Destination) -> int | None:
         """Return the rank that combines; None: all ranks combine."""
         return destination.only_rank
-
-    def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> tuple[Pack, ...]:
-        return packing.plan(layouts, bytes_per_pack, self._num_packs)
-
-    def _gpu_route(
-        self,
-        ranks: Ranks,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
-    ) -> GpuRoute | None:
-        """Return how arrays in GPU memory are reduced there; None where the host does it."""
-        if self._by_host:
-            return None
-        reduced_precision.check(options.wire)
-        packs, root = gpu_packs(layouts, options.bytes_per_pack, self.num_packs), self._root(ranks, destination)
-        word, sends = path_word(options, self._device_path), destination.only_rank != root
-        return GpuRoute(ranks, packs, op, word, options.wire, root, sends=sends)
 
     def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
         """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
@@ -134,9 +130,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Reduce several values: one check for all of them, then one message for each pack."""
         communicator, call = self._call("batch_reduce")
         with call:
-            values = [value for value, _ in value_destination_pairs]
-            targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
-            results = self._reduce(call, communicator, reduce_op, values, targets, options)
+            values = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            targets = [resolve(d, communicator, call.where) for _, d in value_destination_pairs]
+            results = map(in_kind, self._reduce(call, communicator, reduce_op, values, targets, options), values)
             return [mirrored(result, target, communicator) for result, target in zip(results, targets, strict=True)]
 
     def _all_reduce_values(
@@ -167,7 +163,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values: Sequence[Any],
         target: Destination,
         options: CommunicationOptions,
-        where: str,
     ) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
         """Return transfers, with the indices of the values that each transfer reduces; and the values as they travel.
 
@@ -177,15 +172,15 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         operands = list(values)
         parts: list[tuple[Any, list[int]]] = []
         if gpu_indices:
-            arrays = [values[i] for i in gpu_indices]
-            route = self._gpu_route(ranks, packing.layouts_of(arrays), op, options, target)
+            layouts = layouts_of([values[i] for i in gpu_indices])
+            route = self._transfer(ranks, layouts, op, options, target, on_gpu=True)
             if route is None:
                 operands = [to_host(value) if is_on_device(value) else value for value in values]
             else:
                 parts = [(route, gpu_indices)]
         dense = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
-        plan = self._plan(ranks, packing.layouts_of([operands[i] for i in dense]), op, options, target)
-        return [(plan, dense), *parts], operands
+        layouts = layouts_of([operands[i] for i in dense])
+        return [(self._transfer(ranks, layouts, op, options, target, on_gpu=False), dense), *parts], operands
 
     def _explanation(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
@@ -193,7 +188,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return the buffers' descriptions for `Strategy.explain`, and lines about values in no buffer."""
         where = "Strategy.explain"
         values = [checked_value(own_component(value, op, where), op, where) for value in leaves]
-        parts, operands = self._parts(ranks, op, values, EVERY_RANK, options, where)
+        parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
         descriptions = [
             description
             for transfer, indices in parts
@@ -217,7 +212,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Return the reductions in the kinds of the inputs; None on ranks that are no destination.
+        """Return the reductions: arrays and slices; None on ranks that are no destination.
 
         Args:
             outs: for each value an array that its result may be written to; used only where that saves a copy.
@@ -228,7 +223,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         # Values that go to different ranks are sent to all of them.
         is_one = len(set(targets)) == 1
         target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
-        parts, values = self._parts(ranks, op, values, target, options, call.where)
+        parts, values = self._parts(ranks, op, values, target, options)
         memory = []
         for transfer, indices in parts:
             arrays = [values[i] for i in indices]
@@ -254,7 +249,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             elif isinstance(value, Mirrored):
                 results[i] = value.values[0] if value.values else None
         ranks.guard.wait_for_gpu(read)
-        return [in_kind(result, like) for result, like in zip(results, components, strict=True)]
+        return results
 
 
 class MpiAllReduce(PackedCrossDeviceOps):
@@ -334,8 +329,148 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         destination: Destination,
     ) -> Transfer:
         """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
-        packs, text = self._packs(layouts, options.bytes_per_pack), op._on_the_wire
+        packs, text = packs_of(layouts, options.bytes_per_pack, self._num_packs), op._on_the_wire
         by_one = any(ranks.route(pack.nbytes, pack.dtype, text) == "root" for pack in packs)
         if destination.only_rank is not None or ranks.nodes == 1 or by_one:
             return super()._route(ranks, layouts, op, options, destination)
         return CommunicatorRoute(ranks, packs, op, "lanes", wire=options.wire)
+
+
+class ReductionToOneDevice(PackedCrossDeviceOps):
+    """Sums on one rank with MPI Reduce, then sends the result where it is wanted with MPI Bcast.
+
+    Args:
+        reduce_to_device: the rank that sums, as a device string such as ``"task:1"``; None means the destination
+            where that is a single rank, the same for all values of a batch, else rank 0.
+        accumulation_fn: called once for each value on the summing rank, with the list of all ranks' values in rank
+            order; returns one array of the same shape.  None means the sum, in the order that the MPI chooses.
+            MEAN divides by the number of replicas afterwards, whatever the function did.  The summing rank holds all
+            ranks' copies of one value at a time.
+
+    Raises:
+        DeviceError: for a reduce_to_device that cannot be read.
+        OptionTypeError: for an accumulation_fn that cannot be called.
+    """
+
+    reduce_to_device: Fixed[str | None] = Fixed()
+    accumulation_fn: Fixed[Callable[[list[Array]], Any] | None] = Fixed()
+
+    def __init__(
+        self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Array]], Any] | None = None
+    ) -> None:
+        where = "ReductionToOneDevice"
+        if reduce_to_device is not None:
+            if not isinstance(reduce_to_device, str):
+                raise OptionTypeError.at(
+                    where, found=f"reduce_to_device={reduce_to_device!r}", expected="a device string"
+                )
+            devices.parse(reduce_to_device, where, "reduce_to_device")
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise OptionTypeError.at(
+                where, found=f"accumulation_fn={accumulation_fn!r}", expected="a function of a list"
+            )
+        self.reduce_to_device, self.accumulation_fn = reduce_to_device, accumulation_fn
+        self._by_host = accumulation_fn is not None
+
+    @property
+    def _configuration(self) -> str:
+        """The settings that must be equal on all ranks for their messages to fit together."""
+        how = "sum" if self.accumulation_fn is None else "accumulation_fn"
+        return f"{super()._configuration}, {how} on {self.reduce_to_device}"
+
+    @property
+    def _has_plans(self) -> bool:
+        """Whether arrays are reduced by a plan; an accumulation is the program's own code."""
+        return self.accumulation_fn is None and super()._has_plans
+
+    def _root(self, ranks: Ranks, destination: Destination) -> int:
+        """Return the rank that combines."""
+        if self.reduce_to_device is None:
+            return destination.only_rank or 0
+        return ranks_of(self.reduce_to_device, ranks, "ReductionToOneDevice(reduce_to_device=...)")[0]
+
+    def _route(
+        self,
+        ranks: Ranks,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Transfer:
+        """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
+        if self.accumulation_fn is None:
+            return super()._route(ranks, layouts, op, options, destination)
+        one_by_one, root = packs_of(layouts, alone_bytes=0), self._root(ranks, destination)
+        return AccumulationRoute(
+            ranks, one_by_one, op, self.accumulation_fn, root, is_sent=destination.only_rank != root
+        )
+
+
+class AccumulationRoute(CommunicatorRoute):
+    """All ranks' copies of a value meet on one rank, where a function of the program's puts them together.
+
+    Args:
+        ranks: the ranks that take part.
+        packs: the buffers, one for each value.
+        op: MEAN divides the function's result.
+        function: gets all ranks' arrays in rank order, and returns an array.
+        root: the rank that calls it.
+        is_sent: whether others want the results.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        packs: tuple[Pack, ...],
+        op: ReduceOp,
+        function: Callable[[list[Array]], object],
+        root: int,
+        *,
+        is_sent: bool,
+    ) -> None:
+        super().__init__(ranks, packs, op, "root")
+        self._function, self._root, self._is_sent = function, root, is_sent
+
+    def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
+        """Return the function's results for all ranks' arrays, value after value."""
+        for array, (source, result) in zip(arrays, memory, strict=True):
+            result.reshape(-1)[...] = source
+            self._combine_at_root(array.dtype, result)
+        return [result for _, result in memory]
+
+    def _combine_at_root(self, dtype: np.dtype[Any], result: Array) -> None:
+        ranks = self._ranks
+        # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
+        gathered = ranks.guard.on_all(partial(self._room, result))
+        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, gathered, self._root)
+        dtype = result.dtype if result.dtype.kind in "iu" else dtype
+        ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
+        if self._is_sent:
+            ranks.bcast(result.reshape(-1), self._root)
+        with np.errstate(all="ignore"):
+            divide_by(self._divisors[result.dtype], result)
+
+    def _room(self, array: Array) -> Array | None:
+        is_root = self._ranks.rank == self._root
+        return np.empty((self._ranks.size, *array.shape), array.dtype) if is_root else None
+
+    def _accumulate(self, gathered: Array | None, dtype: np.dtype[Any], target: Array) -> None:
+        """Write the function's result for all ranks' copies, which it gets in `dtype`, into `target`."""
+        if gathered is None:
+            return
+        copies = gathered.astype(dtype, copy=False)
+        result = np.asarray(self._function([copies[rank, ...] for rank in range(len(copies))]))
+        where = "ReductionToOneDevice"
+        if result.shape != target.shape:
+            raise ShapeError.at(
+                where,
+                found=f"shape {result.shape} returned by accumulation_fn",
+                expected=f"the shape {target.shape} of each value",
+            )
+        if not np.can_cast(result.dtype, target.dtype, "same_kind"):
+            raise DTypeError.at(
+                where,
+                found=f"dtype {dtype_name(result.dtype)} returned by accumulation_fn",
+                expected=f"the dtype of each value, {dtype_name(dtype)}",
+            )
+        target[...] = result

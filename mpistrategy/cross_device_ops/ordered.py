@@ -17,11 +17,9 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, piece_elements
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.collectives import by_shares, concatenate, room_for_shares
-from mpistrategy.reduction.layout.destinations import Destination
-from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.layout.packing import Layout, host_packs
-from mpistrategy.reduction.routes.base import Transfer
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+from mpistrategy.reduction.inputs import Destination
+from mpistrategy.reduction.routes.host import CommunicatorRoute
+from mpistrategy.reduction.transfer import Layout, Transfer, finish, packs_of
 
 #: So many rows are put in order by minima and maxima: 4 rows of float32 take 4 ns an element so, 150 by `numpy.sort`.
 _FEW_ROWS = 8
@@ -69,7 +67,10 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         destination: Destination,
     ) -> Transfer:
         """Return the route of arrays: through memory of the node, or share by share from rank to rank."""
-        packs, text = host_packs(layouts, ranks.thresholds.pack_bytes, options.bytes_per_pack), op._on_the_wire
+        packs, text = (
+            packs_of(layouts, options.bytes_per_pack, alone_bytes=ranks.thresholds.pack_bytes),
+            op._on_the_wire,
+        )
         nbytes, node = sum(pack.nbytes for pack in packs), ranks.node_sum
         names = {ranks.route(nbytes, pack.dtype, text) for pack in packs}
         if node is not None and names == {"node_sum"}:

@@ -10,6 +10,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,21 +183,18 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
     turns = Turns(count)
     meeting, numbers = Meeting(turns, count), list(dict.fromkeys(nodes or [0]))
     node_of = [numbers.index(node) for node in nodes or [0] * count]
-    endings = [Ending() for _ in range(count)]
 
-    def replica(rank: int) -> None:
+    def replica(rank: int) -> Ending:
         _world.set(Threads(meeting, rank, node_of))
         turns.begin(rank)
         try:
-            endings[rank].result = function()
+            return Ending(function())
         except BaseException as error:
-            endings[rank].error = error
+            return Ending(error=error)
         finally:
             turns.pass_on(rank)
 
-    threads = [threading.Thread(target=replica, args=(rank,), name=f"replica {rank}") for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return endings
+    pool = ThreadPoolExecutor(count, "replica")
+    endings = pool.map(replica, range(count))
+    pool.shutdown(wait=False)  # Ctrl-C need not wait for the replicas
+    return list(endings)

@@ -33,23 +33,29 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
-from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned, private_memory
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.collectives import broadcast
-from mpistrategy.reduction.inputs import check_order, checked_leaves, write
-from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
-from mpistrategy.reduction.layout.packing import Layout, Member, Pack
+from mpistrategy.reduction.inputs import EVERY_RANK, check_order, checked_leaves, resolve, write
 from mpistrategy.reduction.plan import CallPlan, Compared
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.base import Description, Targets, Transfer
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+from mpistrategy.reduction.routes.host import CommunicatorRoute
+from mpistrategy.reduction.transfer import (
+    Description,
+    Member,
+    Pack,
+    Targets,
+    Transfer,
+    layouts_of,
+    own_dtype,
+    packs_of,
+)
 
 T = TypeVar("T")
 #: The operation, the path in GPU memory, the dtype between nodes, and whether results are written over the arrays.
@@ -95,13 +101,16 @@ class Arena(ArenaBase, Generic[T]):
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
             contributions = [contribution(leaf) for leaf in leaves]
             arrays = checked_leaves(contributions, lambda: nest.leaf_paths(like), call.where, LeafError)
-            layouts = packing.layouts_of(arrays)
+            layouts = layouts_of(arrays)
             #: Whether it is in GPU memory: this rank's GPU, or the GPU of an array.
             self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
                 map(is_on_device, contributions)
             )
-            #: A bucket for each dtype, in the order of the first arrays; and the place of each array, in order.
-            self._packs, self._places = laid_out(layouts)
+            #: A bucket for each dtype, in the order of the first arrays.
+            self._packs = packs_of(layouts, _NO_LIMIT, wire=own_dtype, alignment=ALIGNMENT)
+            places = {m.index: (number, m) for number, pack in enumerate(self._packs) for m in pack.members}
+            #: For each array the number of its bucket, and its place there.
+            self._places: list[tuple[int, Member]] = [places[index] for index in range(len(layouts))]
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
@@ -116,7 +125,6 @@ class Arena(ArenaBase, Generic[T]):
             call.expect_more()
             call.agree("use an arena")  # no rank has run out of memory
         self._number = next(reducer.arena_numbers)
-        self._summary = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
         #: This rank's array of each bucket.
         self._own_arrays = [bucket.own_array for bucket in self._buckets]
         #: The arrays, in order.
@@ -165,10 +173,9 @@ class Arena(ArenaBase, Generic[T]):
     def __repr__(self) -> str:
         if self._closed:
             return f"<Arena {self._number}, closed>"
-        size, count = f"{self.nbytes / 2**20:.1f} MiB", len(self._leaves)
-        memory = f"shared by {len(self._buckets[0].arrays)} ranks" if self.is_shared else "of this rank alone"
-        memory = "on a GPU" if self._on_device else memory
-        return f"<Arena {self._number}: {count} arrays in {len(self._buckets)} buckets, {size} {memory}>"
+        place = f"shared by {len(self._buckets[0].arrays)} ranks" if self.is_shared else "of this rank alone"
+        where = f"{size_in_words(self.nbytes)} {'on a GPU' if self._on_device else place}"
+        return f"<Arena {self._number}: {len(self._leaves)} arrays in {len(self._buckets)} buckets, {where}>"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise CopyError.at(
@@ -290,8 +297,9 @@ class Arena(ArenaBase, Generic[T]):
             return None
         how = self._how(reducer, op, options, in_place)
         compared = f"arena {self._number}, {in_place=}, wire={options.wire}{how[1] and f', path={how[1]}'}"
+        layouts = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
         signature = Signature(
-            *("reduce an arena", op.value, self._structure.text, self._summary, destination, compared),
+            *("reduce an arena", op.value, self._structure.text, layouts, destination, compared),
             *(call.name, call.where, call.place, call.step),
         )
         plan = ArenaPlan(signature, options.timeout_seconds)
@@ -299,28 +307,25 @@ class Arena(ArenaBase, Generic[T]):
         return plan
 
     def _how(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> _How:
-        """Return the key of its route."""
+        """Return the key of the route of the buckets, which there is from now on."""
         reduced_precision.check(options.wire)
-        return op, path_word(options, reducer.algorithm._device_path) if self._on_device else "", options.wire, in_place
+        path = path_word(options, reducer.algorithm._device_path) if self._on_device else ""
+        how = op, path, options.wire, in_place
+        if how not in self._routes:
+            self._routes[how] = self._route(*how)
+        return how
 
-    def _route(self, how: _How) -> Transfer:
-        """Return the route of the buckets."""
-        route = self._routes.get(how)
-        if route is None:
-            route = self._routes[how] = self._new_route(*how)
-        return route
-
-    def _new_route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Transfer:
+    def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Transfer:
         ranks = self._communicator
         if not self._on_device:
             return InPlaceRoute(ranks, self._buckets, op, into_result=not in_place, wire=wire)
-        packs = gpu.gpu_packs(packing.layouts_of(self._own_arrays), 1, 0)  # each by itself
+        packs = gpu.gpu_packs(layouts_of(self._own_arrays), 1, 0)  # each by itself
         targets = self._own_arrays if in_place else [bucket.result for bucket in self._buckets]
         return gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
 
     def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
-        descriptions = self._route(self._how(reducer, op, options, self._in_place)).describe(self._own_arrays)
+        descriptions = self._routes[self._how(reducer, op, options, self._in_place)].describe(self._own_arrays)
         counts = [len(pack.members) for pack in self._packs if pack.size or not self._on_device]
         return [description._replace(arrays=count) for description, count in zip(descriptions, counts, strict=True)]
 
@@ -334,10 +339,9 @@ class Arena(ArenaBase, Generic[T]):
         return self._values
 
     def _destination(self, destinations: Any, where: str) -> str:
-        """Return the ranks that want a result, in words; as `mpistrategy.reduction.layout.destinations.resolve`."""
-        if destinations is self or destinations is self._values:
-            return EVERY_RANK_TEXT
-        return resolve(destinations, self._communicator, where).text
+        """Return the ranks that want a result, in words; as `mpistrategy.reduction.inputs.resolve`."""
+        is_own = destinations is self or destinations is self._values
+        return EVERY_RANK.text if is_own else resolve(destinations, self._communicator, where).text
 
 
 class ArenaPlan(Compared, CallPlan):
@@ -349,19 +353,12 @@ class ArenaPlan(Compared, CallPlan):
     def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
         """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
         value._check(self.reducer, call.where, out)
-        value._route(self.how).carried_out(value._own_arrays, partial(self.agree, call))
+        value._routes[self.how].carried_out(value._own_arrays, partial(self.agree, call))
         return value._values if self.how[3] else value._result
 
 
 #: More than any arena has: all arrays of a dtype lie in one bucket.
 _NO_LIMIT = 2**62
-
-
-def laid_out(layouts: tuple[Layout, ...]) -> tuple[tuple[Pack, ...], list[tuple[int, Member]]]:
-    """Return the buckets of arrays with these layouts; and for each array the number of its bucket, and its place."""
-    packs = packing.plan(layouts, _NO_LIMIT, wire=packing.own_dtype, alignment=ALIGNMENT)
-    places = {m.index: (number, m) for number, pack in enumerate(packs) for m in pack.members}
-    return packs, [places[index] for index in range(len(layouts))]
 
 
 def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu: bool) -> tuple[Replicas, ...]:
@@ -375,10 +372,11 @@ def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu
     memory, result = ranks.shared(starts[-1]), None
     segments, me = memory.segments, memory.local_rank
     is_shared = memory.is_shared
-    if shared_result and is_shared:  # each rank brings its part of the one result: the parts lie side by side
+    if shared_result and is_shared:  # each rank brings its part of the one result, whole pages side by side
         pages = -(-starts[-1] // (len(segments) * mmap.PAGESIZE))
         parts = ranks.shared(max(1, pages) * mmap.PAGESIZE)
-        is_shared, result = parts.is_shared, _joined(parts)
+        first, nbytes = parts.segments[0], sum(segment.nbytes for segment in parts.segments)
+        is_shared, result = parts.is_shared, np.lib.stride_tricks.as_strided(first, (nbytes,), (1,))
     if shared_result and not is_shared:
         result = private_memory(starts[-1]).own_segment
     if not is_shared:
@@ -389,14 +387,6 @@ def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu
         arrays = tuple(segment[part].view(pack.dtype) for segment in segments)
         buckets.append(Replicas(arrays, me, is_shared, None if result is None else result[part].view(pack.dtype)))
     return tuple(buckets)
-
-
-def _joined(memory: SharedMemory) -> Array:
-    """Return the segments of all ranks as one flat array; each must be a whole number of pages."""
-    nbytes, count = memory.own_segment.nbytes, len(memory.segments)
-    addresses = [segment.ctypes.data for segment in memory.segments]
-    assert addresses == [addresses[0] + rank * nbytes for rank in range(count)]
-    return np.lib.stride_tricks.as_strided(memory.segments[0], (count * nbytes,), (1,))
 
 
 def _on_gpu(ranks: Ranks, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
@@ -497,9 +487,12 @@ class _Bucket:
         self._ranks, self._replicas, self._op = ranks, replicas, text
         self._targets: Sequence[Array] = replicas.arrays if result is None else (result,)
         self._divisor = op._divisor(own_array.dtype, ranks.size)
+        is_written_here = result is None or not replicas.is_shared or replicas.local_rank == 0
+        #: Where messages write the result; None where the first rank of the node writes it for all.
+        self._target: Array | None = (own_array if result is None else result) if is_written_here else None
         #: The dtype in which sums travel between nodes, where it differs from theirs.
-        self._wire: Wire = between_nodes(ranks, wire, own_array.dtype, text)
-        self._route = CommunicatorRoute(ranks, packing.plan(packing.layouts_of([own_array]), 1), op, wire=wire)
+        self._wire: reduced_precision.Wire = reduced_precision.between_nodes(ranks, wire, own_array.dtype, text)
+        self._route = CommunicatorRoute(ranks, packs_of(layouts_of([own_array]), 1), op, wire=wire)
         self._share: ShareOfNode | None = None
         if replicas.is_shared and ranks.nodes == 1:
             self._share = ShareOfNode(replicas.arrays, self._targets, text, self._divisor, replicas.local_rank)
@@ -511,15 +504,8 @@ class _Bucket:
 
     def bring(self) -> Any:
         """Return the memory that is needed besides the arrays."""
-        return (
-            None if self._share is not None or self._by_lanes else self._route.bring([self.own_array], [self._target()])
-        )
-
-    def _target(self) -> Array | None:
-        """Return where messages write the result; None where the first rank of the node writes it for all."""
-        if self.result is None:
-            return self.own_array
-        return None if self._replicas.is_shared and self._replicas.local_rank > 0 else self.result
+        is_in_place = self._share is not None or self._by_lanes
+        return None if is_in_place else self._route.bring([self.own_array], [self._target])
 
     def run(self, memory: Any) -> None:
         """Combine the bucket, after the agreement."""
@@ -532,9 +518,8 @@ class _Bucket:
             if self.result is not None and self._replicas.is_shared:
                 self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
             [total] = self._route.run([self.own_array], memory)
-            target = self._target()
-            if target is not None and total is not target:
-                np.copyto(target, total, casting="unsafe")
+            if self._target is not None and total is not self._target:
+                np.copyto(self._target, total, casting="unsafe")
 
     def described(self) -> Description:
         """Return the description for `Strategy.explain`."""

@@ -38,10 +38,10 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
-from mpistrategy.reduction.inputs import check_order, in_kind, leaves_like
-from mpistrategy.reduction.layout.destinations import EVERY_RANK
-from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.inputs import EVERY_RANK, check_order, leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer, checked_inputs, outputs_for
+from mpistrategy.reduction.routes.gpu import GpuRoute
+from mpistrategy.reduction.transfer import layouts_of
 
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
@@ -54,11 +54,11 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None) -> None:
-        """Keep the result, or the job that will have it, and the reduction on a GPU."""
-        self._result, self._under_way, self._gpu_reduction = result, under_way, begun
-        #: The values of an arena, which are the result.
-        self._values: Any = None
+    def __init__(
+        self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None, values: Any = None
+    ) -> None:
+        """Keep the result, or the job that will have it, the reduction on a GPU, and the values of an arena."""
+        self._result, self._under_way, self._gpu_reduction, self._values = result, under_way, begun, values
 
     def done(self) -> bool:
         """Return whether `wait` would find a result or an error at once on this rank; never waits.
@@ -186,18 +186,11 @@ def _start(
     in_step: AbstractContextManager[Any] | None = None,
 ) -> AllReduceHandle[Any]:
     """Return the handle of work in the background, or done here without one; an arena's values are its result."""
-    work = partial(_in_background, _ranks_of(ranks, background), call_site(), in_step or nullcontext(), work)
-    if background is None:
-        handle: AllReduceHandle[Any] = AllReduceHandle(work(), begun=gpu_reduction)
-    else:
-        handle = AllReduceHandle(None, _UnderWay(work, background, ranks.guard), gpu_reduction)
-    handle._values = None if arena is None else arena._values
-    return handle
-
-
-def _ranks_of(ranks: Ranks, background: Background | None) -> Ranks:
-    """Return the communicator of the work in the background, or here."""
-    return ranks if background is None else background.communicator
+    where = ranks if background is None else background.communicator
+    work = partial(_in_background, where, call_site(), in_step or nullcontext(), work)
+    under_way = None if background is None else _UnderWay(work, background, ranks.guard)
+    values = None if arena is None else arena._values
+    return AllReduceHandle(work() if under_way is None else None, under_way, gpu_reduction, values)
 
 
 def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
@@ -243,9 +236,9 @@ def _start_on_gpu(
     try:
         op = ReduceOp._parse(reduce_op, _WHERE)
         reduction = _Begun(reducer, op, *_parts(reducer, op, value, out), options)
-        if reduction.path is None:
+        path = reduction.path
+        if path is None:
             return None
-        path: DevicePath | None = reduction.path
     except Exception as error:  # the peers start theirs: they must hear of it there
         failure = error
         path = chosen_path(ranks).path
@@ -253,7 +246,7 @@ def _start_on_gpu(
     background = None
     if path is not None and path.name not in ON_THE_STREAM:
         background = background_of(ranks, partial(_first_call, ranks.guard, name), waits_for_gpu=True)
-    where = _ranks_of(ranks, background)
+    where = ranks if background is None else background.communicator
     if reduction is None:
         return _start(ranks, background, partial(_fail, where.guard, name, failure))
     return _start(ranks, background, partial(reduction.work, where, name, options), reduction, arena)
@@ -323,20 +316,16 @@ class _Begun:
         leaves, self._structure = nest.flatten_without_none(value)
         targets, paths = leaves_like(out, self._structure, _WHERE), partial(nest.paths_without_none, value)
         components, self._arrays, memory = checked_inputs(op, leaves, paths, _WHERE, None, targets)
-        self._components, self._outputs_for = (
-            components,
-            partial(outputs_for, leaves=leaves, targets=targets, memory=memory),
-        )
+        self._components, self._targets, self._memory_of_targets = components, targets, memory
         ranks, self._guard = reducer.communicator, reducer.communicator.guard
-        algorithm, is_mirrored = reducer.algorithm, any(isinstance(component, Mirrored) for component in components)
-        if is_mirrored or not algorithm._has_plans or not all(map(is_on_device, self._arrays)):
+        if any(isinstance(component, Mirrored) for component in components) or not all(map(is_on_device, self._arrays)):
             return
         for array in self._arrays:
             check_order(array.dtype, op, _WHERE)
-        route = algorithm._gpu_route(ranks, layouts_of(self._arrays), op, options, EVERY_RANK)
-        if route is None:
+        route = reducer.plan_for(layouts_of(self._arrays), op, options, on_gpu=True)
+        if not isinstance(route, GpuRoute):
             return
-        self._route, self._op, self._settings = route, op, algorithm._settings(options)
+        self._route, self._op, self._settings = route, op, reducer.algorithm._settings(options)
         self._device: Any = self._arrays[0].device
         with self._device:
             own_results = None if memory is None else route.own_results(self._arrays, memory)
@@ -376,6 +365,6 @@ class _Begun:
         with self._device:
             cupy_for("arrays in GPU memory").cuda.get_current_stream().wait_event(self._sent_event)
             arrays = self._route.unpacked(self._memory)
-            results = self._outputs_for([*map(in_kind, arrays, self._components)])
+            results = outputs_for(arrays, self._components, self._targets, self._memory_of_targets)
         self._guard.wait_for_gpu(self._read)
         return self._structure.pack(results)

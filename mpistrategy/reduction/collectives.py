@@ -32,7 +32,6 @@ from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, is_python
 from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import (
-    EmptyBatchError,
     LeafError,
     OptionError,
     OptionTypeError,
@@ -45,14 +44,12 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import arrays_of, as_given, check_order, is_plain_array
-from mpistrategy.reduction.layout.finish import divide
-from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind, is_plain_array
 from mpistrategy.reduction.plan import CallPlan, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.base import Targets, Transfer
-from mpistrategy.reduction.routes.with_the_check import MailboxArrays
+from mpistrategy.reduction.routes.host import in_mailboxes
+from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, layouts_of
 
 Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
 
@@ -88,30 +85,29 @@ def dense(value: Any, where: str) -> Any:
     return component
 
 
-def check_gpus(ranks: Ranks, arrays: Sequence[Any], where: str) -> bool:
-    """Return whether arrays are in GPU memory; raise unless this rank's GPU can send them."""
+def move(
+    ranks: Ranks,
+    collective: Collective,
+    arrays: Sequence[Any],
+    call: Call,
+    destination: str = "",
+    targets: Targets = None,
+) -> list[Array]:
+    """Return the results of arrays, once all ranks make the same call, with this destination."""
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
-        gpu.prepare(ranks, gpu_arrays, where)
-    return bool(gpu_arrays)
-
-
-def move(ranks: Ranks, collective: Collective, arrays: Sequence[Any], call: Call) -> list[Array]:
-    """Return the results of arrays, once all ranks make the same call."""
-    on_gpu = check_gpus(ranks, arrays, call.where)
-    return collective.carried_out(arrays, partial(call.agree_on, collective.signature(call), sparingly=not on_gpu))
+        gpu.prepare(ranks, gpu_arrays, call.where)
+    sparingly = collective.sparingly and not gpu_arrays
+    agree = partial(call.agree_on, collective.signature(call, destination), sparingly=sparingly)
+    return collective.carried_out(arrays, agree, targets)
 
 
 class EachArray(General):
     """A collective that treats each array of a nest alike; a subclass defines `collective`."""
 
-    #: Whether a nest without arrays is refused; a nest of None alone never is.
-    needs_arrays: bool = False
-    plan_type: type[NestPlan] = NestPlan
-
     @abstractmethod
-    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
-        """Return how arrays like these move.
+    def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> Collective:
+        """Return how arrays like these move, the arrays of a value.
 
         Raises:
             MpiStrategyError: for arrays that cannot move.
@@ -125,18 +121,12 @@ class EachArray(General):
         """Return a nest of the results; see `CallPlan.run`."""
         leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
-        if self.needs_arrays and not (leaves or structure.num_none or self.reducer.is_alone):
-            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
         call.wait_as(self.merged_options.timeout_seconds)
         arrays = [self.checked(leaf, call.where) for leaf in leaves]
-        results = self.move_arrays(call, self.collective(call, arrays), arrays, value)
+        results = move(self.reducer.communicator, self.collective(call, arrays, value), arrays, call)
         components = [*map(contribution, leaves)]
         self.reducer.communicator.guard.wait_for_gpu(event_of_reads(components))
-        return structure.pack([*map(as_given, map(like_given, results, components), components)])
-
-    def move_arrays(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
-        """Return the results of the arrays of a value, once all ranks make the same call."""
-        return move(self.reducer.communicator, collective, arrays, call)
+        return structure.pack([*map(in_kind, results, components)])
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of arrays and numbers on the host; None for other nests."""
@@ -146,10 +136,8 @@ class EachArray(General):
         if where is None or arrays is None or not all(map(is_plain_array, arrays)):
             return None
         call.structure, kinds = where.structure.text, {*map(type, leaves)}
-        collective = self.collective(call, arrays)
-        return self.plan_type(
-            self, where, collective, collective.signature(call), self.merged_options.timeout_seconds, kinds
-        )
+        collective, timeout_seconds = self.collective(call, arrays, value), self.merged_options.timeout_seconds
+        return NestPlan(self, where, collective, collective.signature(call), timeout_seconds, kinds)
 
 
 # ------------------------------------------------------------------------------------------------- gather
@@ -178,43 +166,30 @@ class Gathering(Collective):
         self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._own_lengths = np.array(self._lengths, np.int64)
-        header, boxes = layouts_of([self._own_lengths]), ranks.mailboxes
+        header, on_host = layouts_of([self._own_lengths]), not any(map(is_on_device, arrays))
+        boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if on_host else None
         #: Whether this rank's arrays lie in its mailbox.
-        self._fits = False
-        self._in_mailboxes: MailboxArrays | None = None
-        if boxes is not None and MailboxArrays.has_room(boxes, header, boxes.size):
-            box_layouts = header + self.layouts
-            self._fits = MailboxArrays.has_room(boxes, box_layouts, boxes.size) and not any(map(is_on_device, arrays))
-            self._in_mailboxes = MailboxArrays(boxes, box_layouts if self._fits else header)
-        else:
+        self._fits = boxes is not None
+        self._in_mailboxes = boxes or in_mailboxes(ranks, header, ranks.size)
+        if self._in_mailboxes is None:
             self._numbers = NumbersOfRanks(ranks, len(arrays))
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
-        """Do what must be done before the ranks agree on the call.
-
-        Returns:
-            Memory for the lengths; for small arrays memory for the results, if all ranks have equal lengths.
-        """
+        """Give the lengths, and small arrays, before the ranks agree on the call."""
         if self._in_mailboxes is None:
             return self._numbers.bring(self._own_lengths)
         self._in_mailboxes.put([self._own_lengths, *arrays])
-        rows, size = zip(self.layouts, self._axes, strict=True), self._ranks.size
-        shapes = [((*shape[:axis], size * shape[axis], *shape[axis + 1 :]), dtype) for (dtype, shape), axis in rows]
-        return [np.empty(*layout) for layout in shapes] if self._fits else None
+        return None
 
     def run(self, arrays: Sequence[Any], memory: Any) -> list[Array]:
         """Return all ranks' arrays, after the agreement."""
         if self._in_mailboxes is None:
             lengths = self._numbers.numbers_of_ranks(memory).astype(np.int64)
         else:
-            arrays_by_rank = self._in_mailboxes.arrays_of_ranks()
-            lengths = np.array([rank_arrays[0] for rank_arrays in arrays_by_rank])
-            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_by_rank):
-                rows = zip(memory, self._axes, strict=True)
-                return [
-                    np.concatenate([rank_arrays[number] for rank_arrays in arrays_by_rank], axis, out=result)
-                    for number, (result, axis) in enumerate(rows, 1)
-                ]
+            arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
+            lengths = np.array([own_arrays[0] for own_arrays in arrays_of_ranks])
+            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
+                return [*map(np.concatenate, [*zip(*arrays_of_ranks, strict=True)][1:], self._axes)]
         blocks = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._ranks, list(zip(blocks, lengths.T.tolist(), strict=True)), self._into)
         if not any(self._axes):
@@ -245,7 +220,7 @@ def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Tar
 class Gather(EachArray):
     """`all_gather` and `gather` of any nest of arrays; the argument is the axis."""
 
-    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
+    def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> Collective:
         axes = [checked_axis(self.argument, array.ndim, call.where) for array in arrays]
         return Gathering(self.reducer.communicator, arrays, axes)
 
@@ -341,12 +316,10 @@ class Scanning(Collective):
 class Scan(EachArray):
     """`ReplicaContext.scan`; the argument is the operation, whether it is exclusive, and the type of that flag."""
 
-    needs_arrays = True
-
     def checked(self, value: Any, where: str) -> Any:
         return host_array(reducible(dense(value, where), where), where)
 
-    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
+    def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> Collective:
         reduce_op, is_exclusive, _ = self.argument
         op, where = ReduceOp._parse(reduce_op, call.where), call.where
         if op is ReduceOp.MEAN:
@@ -464,10 +437,8 @@ def broadcast(
     """
     components = [dense(value, call.where) for value in values]
     arrays = [array_where_it_is(value, call.where) for value in components]
-    check_gpus(ranks, arrays, call.where)
-    way = FromRoot(ranks, arrays, root)
-    agree = partial(call.agree_on, way.signature(call, destination))
-    results = way.arrays_of_root(call, arrays, agree, targets=arrays if in_place else None)
+    targets = arrays if in_place else None
+    results = move(ranks, FromRoot(ranks, arrays, root), arrays, call, destination, targets)
     ranks.guard.wait_for_gpu(event_of_reads(components))
     return [*map(like_given, results, components)]
 
@@ -481,20 +452,23 @@ class FromRoot(Collective):
         ranks: the ranks that take part.
         arrays: this rank's arrays, or arrays like them.
         root: the rank that sends its arrays.
+        structure: returns the structure of their nest, for ranks that ask for it.
+
+    Attributes:
+        structure: the argument.
     """
 
     verb = "broadcast"
     sparingly = False
 
-    def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int) -> None:
-        self._ranks, self._root, boxes = ranks, root, ranks.mailboxes
+    def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int, structure: Callable[[], str] = str) -> None:
+        self._ranks, self._root = ranks, root
+        self.structure: Callable[[], str] = structure
         self.op: str = f"from rank {root}"
         self.layouts: tuple[Layout, ...] = layouts_of(arrays)
         self.values: Values = tuple(map(layout_of, arrays))
-        self._in_mailboxes: MailboxArrays | None = None
         on_host = not any(map(is_on_device, arrays))
-        if boxes is not None and on_host and MailboxArrays.has_room(boxes, self.layouts, 2):
-            self._in_mailboxes = MailboxArrays(boxes, self.layouts)
+        self._in_mailboxes = in_mailboxes(ranks, self.layouts, 2) if on_host else None
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
         """Copy the arrays, before the ranks agree on the call; return memory for the results.
@@ -504,7 +478,7 @@ class FromRoot(Collective):
         if self._in_mailboxes is not None:
             if self._ranks.rank == self._root:
                 self._in_mailboxes.put(arrays)
-            return None, [np.empty(shape, dtype) for dtype, shape in self.layouts]
+            return None, []
         gpu_arrays = [array for array in arrays if is_on_device(array)]
         memory, copies = gpu.packed(gpu_arrays) if gpu_arrays else (None, [])
         in_place = targets is not None
@@ -515,11 +489,9 @@ class FromRoot(Collective):
 
     def run(self, arrays: Sequence[Any], memory: tuple[Any, list[Array]]) -> list[Array]:
         """Return the root's arrays, after that."""
-        on_gpu, results = memory
         if self._in_mailboxes is not None:
-            for result, array in zip(results, self._in_mailboxes.arrays_of_ranks()[self._root], strict=True):
-                result[...] = array
-            return results
+            return [*map(np.array, self._in_mailboxes.arrays_of_ranks()[self._root])]
+        on_gpu, results = memory
         for result in results:
             if not is_on_device(result):
                 self._ranks.bcast(result, self._root)
@@ -527,46 +499,18 @@ class FromRoot(Collective):
             gpu.bcast(self._ranks, on_gpu, self._root)
         return results
 
-    def arrays_of_root(
-        self,
-        call: Call,
-        arrays: Sequence[Any],
-        agree: Callable[[], bool],
-        describe: Callable[[], str] = str,
-        targets: Targets = None,
-    ) -> list[Array]:
-        """Return the root's arrays, once all ranks make the same call.
-
-        Args:
-            call: the public call.
-            arrays: this rank's arrays.
-            agree: compares the call between the ranks; returns whether some ranks ask for the root's structure.
-            describe: returns the structure of the values, for ranks that ask for it.
-            targets: see `bring`.
-        """
+    def carried_out(self, arrays: Sequence[Any], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
+        """Return the root's arrays; `agree` returns whether some ranks ask for the root's structure first."""
         memory = self.bring(arrays, targets)
         while agree():
-            structure_of(self._ranks, self._root, describe)
-            call.expect_more()
+            structure_of(self._ranks, self._root, self.structure)
+            self._ranks.guard.agreed = False  # there is one more agreement
             memory = self.bring(arrays, targets)
         return self.run(arrays, memory)
 
 
-class _BroadcastPlan(NestPlan):
-    """The plan of broadcasts; it may have to send the structure to ranks that give None."""
-
-    _transfer: FromRoot
-    #: The description for these ranks.
-    description: str = ""
-
-    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        return self._transfer.arrays_of_root(call, arrays, partial(self.agree, call), lambda: self.description)
-
-
 class Broadcast(EachArray):
     """`Strategy.broadcast` of any nest; the argument is the root."""
-
-    plan_type: type[NestPlan] = _BroadcastPlan
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the root's values; see `CallPlan.run`.  A rank without a value asks the root for its structure."""
@@ -583,21 +527,16 @@ class Broadcast(EachArray):
             value = described(text)
         return super().run(call, value, out, weight)
 
-    def collective(self, call: Call, arrays: Sequence[Any]) -> FromRoot:
+    def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> FromRoot:
         ranks = self.reducer.communicator
-        return FromRoot(ranks, arrays, checked_root(self.argument, ranks.size, call.where))
-
-    def move_arrays(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
-        assert isinstance(collective, FromRoot)
-        check_gpus(self.reducer.communicator, arrays, call.where)
         describe = partial(description, value, call.where)
-        return collective.arrays_of_root(call, arrays, partial(call.agree_on, collective.signature(call)), describe)
+        return FromRoot(ranks, arrays, checked_root(self.argument, ranks.size, call.where), describe)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of arrays and numbers on the host, which can be described; None for others."""
         plan = super().plan(call, value, out, weight)
-        if isinstance(plan, _BroadcastPlan):
-            plan.description = description(value, call.where)
+        if isinstance(plan, NestPlan) and isinstance(plan.transfer, FromRoot):
+            plan.transfer.structure = partial(str, description(value, call.where))  # a plan keeps no values
         return plan
 
 

@@ -11,14 +11,12 @@ from typing import Any
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import dtype_name
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
-from mpistrategy.errors import EmptyBatchError
+from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
-from mpistrategy.reduction.inputs import checked_leaves
-from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.base import Description
+from mpistrategy.reduction.reducer import Reducer, checked_inputs
+from mpistrategy.reduction.transfer import Description
 
 _WHERE = "Strategy.explain"
 
@@ -37,12 +35,9 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
     if arena is not None and algorithm._in_rank_order:
         check_dtypes(arena._buckets, op, _WHERE)
         descriptions = arena._describe(reducer, op, settings)
-    elif leaves:
-        contributions = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
-        checked_leaves(contributions, lambda: nest.paths_without_none(value), _WHERE)
-        descriptions, notes = algorithm._explanation(ranks, op, contributions, settings)
-    elif not (structure.num_none or reducer.is_alone):
-        raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
+    elif leaves or not (structure.num_none or reducer.is_alone):
+        components, _, _ = checked_inputs(op, leaves, lambda: nest.paths_without_none(value), _WHERE, None, None)
+        descriptions, notes = algorithm._explanation(ranks, op, components, settings)
     if structure.num_none:
         notes.append(f"{structure.num_none} None: left as None, nothing is sent")
     subject = f"{op.value} of {_count(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
@@ -59,11 +54,9 @@ def _lines(descriptions: Sequence[Description]) -> list[str]:
         groups.setdefault((description.way, description.dtype, description.arrays > 1), []).append(description)
     lines = []
     for ((way, copies), dtype, _), group in groups.items():
-        arrays, nbytes = (
-            _count(sum(description.arrays for description in group), "array"),
-            sum(description.nbytes for description in group),
-        )
-        subject = f"{arrays} in {_count(len(group), 'buffer')}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
+        count, nbytes = sum(buffer.arrays for buffer in group), sum(buffer.nbytes for buffer in group)
+        buffers = f"{_count(count, 'array')} in {_count(len(group), 'buffer')}"
+        subject = f"{buffers}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
         lines += [f"{subject}: {way}", f"  copies: {', '.join(copies) or 'none'}"]
     return lines
 

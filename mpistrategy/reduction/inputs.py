@@ -1,14 +1,20 @@
-"""The checks of leaves, targets and arguments, before they are reduced or passed to a function."""
+"""The checks of leaves, targets, destinations and arguments, before they are reduced or passed to a function.
+
+A destination is where a reduced value goes: the ranks that a device string, a value, a variable or a list of devices
+names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import nest
+from mpistrategy.arrays import devices, nest
 from mpistrategy.arrays.convert import (
     array_where_it_is,
     as_device_array,
@@ -22,8 +28,18 @@ from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_nu
 from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.gpu import is_cupy, layout_of
 from mpistrategy.arrays.nest import Leaves, alike
-from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, contribution, local_component
+from mpistrategy.arrays.values import (
+    ArrayLike,
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    contribution,
+    local_component,
+)
 from mpistrategy.errors import (
+    DestinationError,
+    DeviceError,
     DTypeError,
     MpiStrategyError,
     OptionError,
@@ -32,10 +48,10 @@ from mpistrategy.errors import (
     StructureError,
     UnsupportedError,
 )
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.destinations import EVERY_RANK
-from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.gpu import move
+from mpistrategy.reduction.transfer import Layout
 
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
 NUMBERS: dict[type, np.dtype[Any]] = {
@@ -43,6 +59,8 @@ NUMBERS: dict[type, np.dtype[Any]] = {
     int: np.dtype(np.int64),
     **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
 }
+
+_is_writeable = attrgetter("flags.writeable")
 
 
 def checked_leaves(
@@ -103,14 +121,6 @@ def _on_host(leaf: Any) -> Array:
     return reducible(leaf, "")  # type: ignore[no-any-return]
 
 
-def as_leaf(result: Any, leaf: Any) -> Any:
-    """Return the result of one of the leaves of `arrays_of`: in its kind, and a NumPy scalar for a number."""
-    kind = type(leaf)
-    if kind is np.ndarray:
-        return result
-    return result[()] if kind in NUMBERS else like_given(result, leaf)
-
-
 def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether `out` is a nest like `value` of ordinary arrays, of these dtypes, and of the shapes of arrays."""
     if not alike(value, out):
@@ -123,10 +133,7 @@ def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: 
 
 def writable(targets: Sequence[Array]) -> bool:
     """Return whether results can be written to all targets, and no target occurs twice."""
-    for target in targets:
-        if not target.flags.writeable:
-            return False
-    return len(targets) == 1 or len({*map(id, targets)}) == len(targets)
+    return all(map(_is_writeable, targets)) and (len(targets) == 1 or len({*map(id, targets)}) == len(targets))
 
 
 def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | None] | None:
@@ -204,20 +211,16 @@ def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
         )
 
 
-def as_given(result: Any, value: Any) -> Any:
-    """Return a 0-d result as a NumPy scalar where the input was a scalar or a number."""
-    scalar = isinstance(value, np.generic) or is_python_number(value)
-    return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result
-
-
 def in_kind(result: Any, like: Any) -> Any:
-    """Return a result in the kind of array, or of slices, of `like`; None on ranks without a result."""
-    if result is None:
-        return None
+    """Return a result in the kind of `like`: a number, an array of its library, or slices; None where there is none."""
+    kind = type(like)
+    if kind is np.ndarray or result is None:
+        return result
+    if kind in NUMBERS or isinstance(like, np.generic) or is_python_number(like):
+        return result[()] if type(result) is np.ndarray else result
     if isinstance(result, IndexedSlices) and isinstance(like, IndexedSlices):
-        return IndexedSlices(
-            like_given(result.values, like.values), like_given(result.indices, like.indices), result.dense_shape
-        )
+        parts = like_given(result.values, like.values), like_given(result.indices, like.indices)
+        return IndexedSlices(*parts, result.dense_shape)
     return like_given(result, like)
 
 
@@ -310,3 +313,102 @@ def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
     if on_gpu:
         with on_gpu[0][0].device:
             move(*zip(*on_gpu, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- destinations
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The ranks on which a result lives.
+
+    Attributes:
+        ranks: in rising order; None means every rank.
+    """
+
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """The same words on every rank."""
+        return "every rank" if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"
+
+    @property
+    def only_rank(self) -> int | None:
+        """The single rank on which the result lives, or None when there are several."""
+        return self.ranks[0] if self.ranks is not None and len(self.ranks) == 1 else None
+
+    def includes(self, rank: int) -> bool:
+        """Return whether the result lives on `rank`."""
+        return self.ranks is None or rank in self.ranks
+
+
+EVERY_RANK = Destination()
+
+
+def for_value(value: Any, destinations: Any) -> Any:
+    """Return `destinations`, or a value that means every rank if `destinations` is a number, or a nest, like `value`.
+
+    A number alone says nothing: 0 might be meant as rank 0.
+    """
+    if destinations is None or not (nest.is_container(destinations) or _is_number(destinations)):
+        return destinations
+    (leaves_of_destinations, structure_of_destinations), (leaves_of_value, structure_of_value) = (
+        nest.flatten(destinations),
+        nest.flatten(value),
+    )
+    are_numbers = [*map(_is_number, leaves_of_destinations)] == [
+        *map(_is_number, map(local_component, leaves_of_value))
+    ]
+    is_like = (
+        structure_of_destinations.text == structure_of_value.text
+        and are_numbers
+        and not any(isinstance(leaf, str) for leaf in leaves_of_destinations)
+    )
+    return PerReplica((0,)) if is_like else destinations
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool) or is_python_number(value)
+
+
+def resolve(destinations: Any, communicator: Ranks, where: str) -> Destination:
+    """Return the ranks that `destinations` names.
+
+    Args:
+        destinations: a device string (``"task:1"``, ``"CPU:0"``, a full one), a list of these, or a value or variable,
+            which stands for every rank and is never changed.
+
+    Raises:
+        DestinationError: for anything else, including None and the empty string.
+        DeviceError: for a device that no rank of this communicator drives.
+    """
+    kinds = (ArrayLike, IndexedSlices, np.ndarray, np.generic)
+    is_value = isinstance(destinations, kinds) or is_on_device(destinations) or is_foreign(destinations)
+    if is_value and not isinstance(destinations, str):  # np.str_ is both
+        return EVERY_RANK
+    texts = [destinations] if isinstance(destinations, str) else destinations
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise DestinationError.at(
+            where,
+            found=f"destinations={destinations!r}",
+            expected="a device string, a list of device strings, a value or a variable",
+            fix="Pass the value itself to have the result on every rank, or 'task:0' to have it on rank 0.",
+        )
+    ranks = {rank for text in texts for rank in ranks_of(text, communicator, where)}
+    return EVERY_RANK if len(ranks) == communicator.size else Destination(tuple(sorted(ranks)))
+
+
+def ranks_of(text: str, communicator: Ranks, where: str) -> list[int]:
+    """Return the ranks whose device matches a device string.
+
+    Raises:
+        DeviceError: when there are none, or the string cannot be read.
+    """
+    pattern = devices.parse(text, where, "destinations")
+    ranks = [rank for rank, device in enumerate(communicator.devices) if pattern.matches(device)]
+    if not ranks:
+        names = sorted({str(device) for device in communicator.devices})
+        text_of_names = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
+        raise DeviceError.at(where, found=f"device {text!r}", expected=f"one of {text_of_names}")
+    return ranks

@@ -2,36 +2,47 @@
 
 A plan does the whole call: it packs the values, which is all that can fail on one rank; the ranks agree on the call;
 the packs are summed, and the results unpacked.  `Reducer` finds the plan of a call, or makes it.
+
+Weighted means are sum(w x) / sum(w).  A replica with weight 0 contributes nothing, whatever its values are (the mean of
+no rows is NaN, say).  The values are multiplied by the weights times one power of two, so that the sum of the weights
+is less than 1 and not less than 1/2.  Weights may thus be larger or smaller than any number of the values' dtype, and
+no sum overflows whose mean does not.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, sum_dtype_of_mean
+from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
-from mpistrategy.arrays.values import Mirrored
+from mpistrategy.arrays.values import Mirrored, is_arena
+from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
-from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, writable
-from mpistrategy.reduction.layout.destinations import Destination
-from mpistrategy.reduction.layout.finish import finish, rounded
-from mpistrategy.reduction.layout.packing import Layout, host_packs
-from mpistrategy.reduction.routes.base import Description, Targets, Transfer
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable
 from mpistrategy.reduction.routes.gpu import move
-from mpistrategy.reduction.routes.with_the_check import FirstMessageRoute, MailboxRoute, fits_mailbox, fits_message
+from mpistrategy.reduction.routes.host import (
+    CommunicatorRoute,
+    FirstMessageRoute,
+    MailboxRoute,
+    fits_mailbox,
+    fits_message,
+    flat_layouts,
+    in_mailboxes,
+)
+from mpistrategy.reduction.transfer import Description, Layout, Targets, Transfer, divide, finish, packs_of, rounded
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
@@ -59,48 +70,43 @@ class Plan(Transfer):
     def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, route: Transfer) -> None:
         self.route: Transfer = route
         self.layouts = layouts
-        self._op, self._size = op, ranks.size
+        self._size = ranks.size
         # Between nodes other memory only costs time.
         self.least_in_place: int = _LEAST_IN_PLACE if ranks.nodes == 1 else 0
         self.results: list[np.dtype[Any]] = [
             mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts
         ]
         self.writes_targets: bool = route.writes_targets
-        #: For each array whether the route's array is the result: of the right dtype, and no integers are divided.
-        self._are_exact = [
-            host_wire_dtype(dtype) == dtype == result for (dtype, _), result in zip(layouts, self.results, strict=True)
+        #: For each array the operation that is left to do: a division of integers, a rounding (SUM), or None.
+        self._left = [
+            None if host_wire_dtype(dtype) == dtype == result else op if dtype.kind in "iu" else ReduceOp.SUM
+            for (dtype, _), result in zip(layouts, self.results, strict=True)
         ]
-        self._is_exact = all(self._are_exact)
+        self._is_exact = not any(self._left)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Take memory for the results, and prepare the route before the ranks agree on the call."""
         if self._is_exact:
             return self.route.bring(arrays, targets)
-        places = targets if targets is not None else [None] * len(self.layouts)
-        rows = zip(places, self.layouts, self.results, self._are_exact, strict=True)
-        rooms = [None if exact else _room(target, result, shape) for target, (_, shape), result, exact in rows]
+        rows = zip(targets or [None] * len(arrays), self.layouts, self.results, self._left, strict=True)
+        rooms = [
+            None if op is None else target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
+            for target, (_, shape), dtype, op in rows
+        ]
         return rooms, self.route.bring(arrays, targets)
 
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the combinations of all ranks' arrays."""
         if self._is_exact:
             return self.route.run(arrays, memory)
-        rows = zip(memory[0], self.route.run(arrays, memory[1]), self.layouts, strict=True)
-        return [total if room is None else self._result(total, dtype, room) for room, total, (dtype, _) in rows]
-
-    def _result(self, total: Array, dtype: np.dtype[Any], room: Array) -> Array:
-        if dtype.kind in "iu":  # floats have been divided
-            return finish(total, dtype, self._op, self._size, room)
-        return rounded(total, dtype, room)
+        rows = zip(self._left, memory[0], self.route.run(arrays, memory[1]), self.layouts, strict=True)
+        return [
+            total if op is None else finish(total, dtype, op, self._size, room) for op, room, total, (dtype, _) in rows
+        ]
 
     def describe(self, arrays: Sequence[Array]) -> list[Description]:
         """Return the route's descriptions of these arrays."""
         return self.route.describe(arrays)
-
-
-def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return the target of a result, or new memory."""
-    return target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
 
 
 def summed(layouts: tuple[Layout, ...], op: ReduceOp) -> tuple[Layout, ...]:
@@ -136,12 +142,15 @@ def usual_route(
     ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
 ) -> Transfer:
     """Return the fastest route to every rank."""
-    if ranks.mailboxes is not None and fits_mailbox(ranks.mailboxes, layouts):
-        return MailboxRoute(ranks.mailboxes, layouts, op)
+    boxes = ranks.mailboxes
+    if boxes is not None and fits_mailbox(boxes, flat_layouts(packs_of(layouts)), ranks.size):
+        return MailboxRoute(boxes, layouts, op)
     message = ranks.first_message
     if message is not None and wire is None and fits_message(ranks, layouts, op):
         return FirstMessageRoute(ranks, message, layouts, op)
-    return CommunicatorRoute(ranks, host_packs(layouts, ranks.thresholds.pack_bytes, bytes_per_pack), op, wire=wire)
+    return CommunicatorRoute(
+        ranks, packs_of(layouts, bytes_per_pack, alone_bytes=ranks.thresholds.pack_bytes), op, wire=wire
+    )
 
 
 class NumbersOfRanks:
@@ -269,40 +278,26 @@ class NestPlan(Compared, CallPlan):
         self.sparingly: bool = transfer.sparingly
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
-        self._transfer = transfer
+        self.transfer: Transfer = transfer
         self._only_arrays = kinds == _ARRAYS
-        #: Whether results need not be made arrays of another library.
-        self._only_own = kinds <= _ARRAYS | _NUMBERS
-
-    def _arrays_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """Return leaves as arrays of the plan's layouts; None for leaves that `otherwise` must reduce."""
-        if self._only_arrays:
-            return leaves
-        return arrays_of(leaves, None if self._only_own else self._transfer.layouts)
+        #: Of arrays of other libraries, which are looked at in each call.
+        self._layouts = None if kinds <= _ARRAYS | _NUMBERS else transfer.layouts
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
-        leaves = self.leaves.take(value)
-        arrays = self._arrays_of(leaves)
-        if arrays is None:
+        leaves, targets = self.leaves.take(value), None if out is None else self.leaves.take(out)
+        arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
+        if arrays is None or not (targets is None or writable(targets)):
             return self.otherwise.run(call, value, out, weight)
-        if out is None:
-            results = self._results(call, arrays, None, weight)
-            return self.leaves.structure.pack(results if self._only_arrays else map(as_leaf, results, leaves))
-        targets = self.leaves.take(out)
-        if not writable(targets):
-            return self.otherwise.run(call, value, out, weight)
-        direct_targets = direct(targets, arrays) if self._transfer.writes_targets else None
-        results = self._results(call, arrays, direct_targets, weight)
-        for target, result in zip(targets, results, strict=True):
+        agree = partial(self.agree, call)
+        if targets is None:
+            results = self.transfer.carried_out(arrays, agree)
+            return self.leaves.structure.pack(results if self._only_arrays else map(in_kind, results, leaves))
+        direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
+        for target, result in zip(targets, self.transfer.carried_out(arrays, agree, direct_targets), strict=True):
             if result is not target:
                 target[...] = result
         return out
-
-    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        memory = self._transfer.bring(arrays, targets)
-        self.agree(call)
-        return self._transfer.run(arrays, memory)
 
 
 class DevicePlan(NestPlan):
@@ -311,10 +306,11 @@ class DevicePlan(NestPlan):
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
         arrays: Any = self.leaves.take(value)
-        route: Any = self._transfer
+        route: Any = self.transfer
         if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
             return self.otherwise.run(call, value, out, weight)
-        results = self._results(call, arrays, None if out is None else route.own_results(arrays, arrays))
+        targets = None if out is None else route.own_results(arrays, arrays)
+        results = route.carried_out(arrays, partial(self.agree, call), targets)
         if out is None:
             return self.leaves.structure.pack(results)
         with arrays[0].device:
@@ -332,15 +328,14 @@ class PlacedPlan(NestPlan):
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return a `Mirrored`, or a nest of them; see `CallPlan.run`."""
         leaves, text = self.leaves.take(value), self.destination.text
-        arrays = self._arrays_of(leaves)
+        arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
         if arrays is None:
             return self.otherwise.run(call, value, out, weight)
-        results = self._results(call, arrays, None)
+        results = self.transfer.carried_out(arrays, partial(self.agree, call))
         if not self.is_here:
             return self.leaves.structure.pack([Mirrored((), text) for _ in leaves])
-        if not self._only_own:
-            results = [*map(in_kind, results, leaves)]
-        return self.leaves.structure.pack([Mirrored((result,), text) for result in results])
+        in_kinds = results if self._only_arrays else map(in_kind, results, leaves)
+        return self.leaves.structure.pack([Mirrored((result,), text) for result in in_kinds])
 
 
 def kind_of(value: Any) -> Any:
@@ -375,3 +370,144 @@ def _kinds_of(values: Any) -> tuple[Any, ...]:
     if len(kinds) == 1 and all(is_cupy(value) for value in [*values][:1]):
         return (*kinds, *map(_dtype_of, values), *map(_shape_of, values))
     return (*map(kind_of, values),)
+
+
+# ------------------------------------------------------------------------------------------------- weighted means
+
+#: The operation, as the ranks compare it.
+WEIGHTED = "weighted MEAN"
+_WEIGHT: Layout = (np.dtype(np.float64), ())
+
+
+def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
+    """Return this rank's weight; usually its number of rows.
+
+    Raises:
+        OptionError: for another operation than MEAN, and for a weight that is negative or not finite.
+        OptionTypeError: for a weight that is not a number.
+    """
+    if op is not ReduceOp.MEAN:
+        raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
+    try:
+        array = np.asarray(weight)
+    except (TypeError, ValueError):  # a ragged list, say
+        array = np.empty(1)
+    if array.ndim != 0 or array.dtype.kind not in "iuf":
+        raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
+    number = float(array)
+    if not (math.isfinite(number) and number >= 0):
+        raise OptionError.at(where, found=f"weight={weight!r}", expected="a finite number that is not negative")
+    return number
+
+
+def normalized(weights: Sequence[float]) -> tuple[list[float], float]:
+    """Return the ranks' weights times one power of two, and their sum, which is less than 1 and not less than 1/2."""
+    _, exponent = math.frexp(max(weights))
+    total = math.fsum([math.ldexp(weight, -exponent) for weight in weights])
+    _, shift = math.frexp(total)
+    return [math.ldexp(weight, -exponent - shift) for weight in weights], math.ldexp(total, -shift)
+
+
+def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) -> Array:
+    """Return this rank's summand, in the `dtype_of_products`: its values times its normalized weight, `factor`."""
+    if weight == 0:
+        return np.zeros_like(array, dtype)
+    # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
+    is_exact = float(dtype.type(factor).real) == factor
+    meeting = dtype if is_exact else np.result_type(dtype, np.float64)
+    products: Array = np.multiply(array, meeting.type(factor), dtype=meeting)
+    return products.astype(dtype, copy=False)
+
+
+def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which values times weights are summed.  For integers: float64, which no wire= rounds."""
+    return np.dtype(np.float64) if dtype.kind in "iu" else wire_dtype(dtype)
+
+
+def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    """Return the layouts of the products, which are summed."""
+    return tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
+
+
+class WeightedMeans(Transfer):
+    """The weighted means of arrays.
+
+    On a node small arrays lie in the mailboxes, beside the weight and the check of the call, and each rank adds up the
+    arrays of all ranks in float64.  Else the ranks learn the weights with the check, and then add up the products.
+
+    Args:
+        ranks: the ranks that take part.
+        layouts: dtype and shape of each array.
+        sums: adds up the products.
+
+    Attributes:
+        weight: of this rank's arrays; set before each call.
+    """
+
+    weight: float
+
+    def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], sums: Transfer) -> None:
+        self._ranks, self._sums = ranks, sums
+        self.layouts = layouts
+        self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
+        self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
+        self._weights = NumbersOfRanks(ranks, 1)
+        # Other routes keep the algorithm's own order of additions: the order of the values, say.
+        is_small = isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute)
+        self._in_mailboxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
+        """Give the weight, and small arrays, before the ranks agree on the call."""
+        if self._in_mailboxes is None:
+            return self._weights.bring(self.weight)
+        self._in_mailboxes.put([self.weight, *arrays])
+        return None
+
+    @quietly
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
+        """Return the means; NaN where all weights are 0."""
+        if self._in_mailboxes is not None:
+            return self._means_here(self._in_mailboxes.arrays_of_ranks())
+        me, weights = self._ranks.rank, self._weights.numbers_of_ranks(memory).ravel().tolist()
+        factors, total = normalized(weights)
+        work = partial(self._products_and_memory, arrays, weights[me], factors[me])
+        products, rooms, memory_of_sums = self._ranks.guard.on_all(work)
+        sums = self._sums.run(products, memory_of_sums)
+        return [*map(rounded, [divide(array, total) for array in sums], self.results, rooms)]
+
+    def _means_here(self, arrays_of_ranks: list[list[Array]]) -> list[Array]:
+        """Return the means of the arrays in the mailboxes."""
+        weights = [float(arrays[0]) for arrays in arrays_of_ranks]
+        factors, total = normalized(weights)
+        if total == 0:
+            return [np.full(shape, np.nan, dtype) for (_, shape), dtype in zip(self.layouts, self.results, strict=True)]
+        rows = [
+            (np.float64(factor), arrays)
+            for factor, weight, arrays in zip(factors, weights, arrays_of_ranks, strict=True)
+            if weight
+        ]
+        means = []
+        for number, dtype in enumerate(self.results, 1):
+            products = [arrays[number] * factor for factor, arrays in rows]
+            means.append(np.asarray(reduce(np.add, products) / total, dtype))
+        return means
+
+    def _products_and_memory(self, arrays: Sequence[Array], weight: float, factor: float) -> tuple[Any, Any, Any]:
+        """Return the products, memory for means of another dtype than their sums, and memory for the sums."""
+        products = [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
+        rooms = [
+            None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
+            for array, dtype in zip(products, self.results, strict=True)
+        ]
+        return products, rooms, self._sums.bring(products)
+
+
+class WeightedPlan(NestPlan):
+    """The plan of weighted means of nests of arrays and numbers on the host; its transfer is a `WeightedMeans`."""
+
+    transfer: WeightedMeans
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the means; see `CallPlan.run`."""
+        self.transfer.weight = checked_weight(weight, ReduceOp.MEAN, call.where)
+        return super().run(call, value, out, weight)

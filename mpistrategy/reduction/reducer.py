@@ -15,17 +15,17 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
-from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
+from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, is_arena, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction.inputs import (
+    EVERY_RANK,
+    Destination,
     arrays_of,
-    as_given,
     check_target,
     checked_leaves,
     in_kind,
@@ -33,12 +33,20 @@ from mpistrategy.reduction.inputs import (
     takes,
     write,
 )
-from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
-from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
-from mpistrategy.reduction.plan import ArraysPlan, CallPlan, DevicePlan, NestPlan, PlacedPlan, Plan, kind_of
-from mpistrategy.reduction.routes.base import Description, Targets, Transfer
-from mpistrategy.reduction.routes.gpu import GpuRoute
-from mpistrategy.reduction.weights import WEIGHTED, WeightedMeans, WeightedPlan, checked_weight, sums_of
+from mpistrategy.reduction.plan import (
+    WEIGHTED,
+    ArraysPlan,
+    CallPlan,
+    DevicePlan,
+    NestPlan,
+    PlacedPlan,
+    WeightedMeans,
+    WeightedPlan,
+    checked_weight,
+    kind_of,
+    sums_of,
+)
+from mpistrategy.reduction.transfer import Description, Layout, Targets, Transfer, is_simple, layouts_of
 
 
 class Algorithm(ABC):
@@ -47,7 +55,7 @@ class Algorithm(ABC):
     Attributes:
         _in_rank_order: whether it returns the bits of a sum in rank order: arenas may then be reduced in place.  Only
             the subclass that sets it has it.
-        _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
+        _num_packs: see `mpistrategy.reduction.transfer.packs_of`.
         _device_path: the path of arrays in GPU memory; "" leaves it to the options.
     """
 
@@ -91,34 +99,27 @@ class Algorithm(ABC):
 
     @property
     def _has_plans(self) -> bool:
-        """Whether arrays are reduced by its `_plan` and `_gpu_route`; else each call must be examined."""
+        """Whether arrays are reduced by its `_transfer`; else each call must be examined."""
         return False
 
-    def _plan(
+    def _transfer(
         self,
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
-    ) -> Plan:
-        """Return how arrays on the host are reduced; the results count on the destination's ranks.
+        *,
+        on_gpu: bool,
+    ) -> Transfer | None:
+        """Return how arrays are reduced, on the host or in GPU memory; the results count on the destination's ranks.
+
+        None where arrays in GPU memory are reduced on the host.
 
         Raises:
             MpiStrategyError: for arrays that it cannot reduce.
         """
         raise NotImplementedError(type(self).__name__)
-
-    def _gpu_route(
-        self,
-        ranks: Ranks,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
-    ) -> GpuRoute | None:
-        """Return how arrays in GPU memory are reduced there; None where the host does it."""
-        return None
 
     @abstractmethod
     def _all_reduce_values(
@@ -220,27 +221,25 @@ class AllReduce(General):
         arrays: Any = leaves if is_on_gpu else arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None
-        ranks, algorithm, layouts = reducer.communicator, reducer.algorithm, layouts_of(arrays)
+        layouts = layouts_of(arrays)
+        if is_on_gpu and op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
+            return None  # whose mean has another dtype
         transfer: Transfer | None
-        kind: type[NestPlan] = DevicePlan
-        if is_on_gpu:
-            if op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
-                return None  # whose mean has another dtype
-            transfer = reducer.plan_for(layouts, op, options, on_gpu=True)
-        elif is_weighted:
+        kind: type[NestPlan]
+        if is_weighted:
             transfer, kind = reducer.weighted_means(layouts, options), WeightedPlan
         else:
-            transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK)
-            kind = NestPlan if destination is None else PlacedPlan
+            transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
+            kind = DevicePlan if is_on_gpu else NestPlan if destination is None else PlacedPlan
         is_elsewhere = out is not None and destination is None and not is_on_gpu
         if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
             return None
         words = WEIGHTED if is_weighted else op.value, where.structure.text, tuple(map(layout_of, arrays))
-        whither, settings = (destination or EVERY_RANK).text, algorithm._settings(options)
+        whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
         plan = kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)})
         if isinstance(plan, PlacedPlan) and destination is not None:
-            plan.destination, plan.is_here = destination, destination.includes(ranks.rank)
+            plan.destination, plan.is_here = destination, destination.includes(reducer.communicator.rank)
         return plan
 
 
@@ -259,6 +258,7 @@ class Reducer:
         options: the default options of calls.
 
     Attributes:
+        algorithm, options: the arguments, or what `use` has set.
         is_alone: whether there is one replica only, without MPI.
         changes: how often the algorithm or the options have been set.
     """
@@ -266,8 +266,8 @@ class Reducer:
     def __init__(self, communicator: Ranks, algorithm: Algorithm, options: CommunicationOptions) -> None:
         self.communicator = communicator
         self.is_alone: bool = isinstance(communicator, Alone)
-        self._algorithm = algorithm
-        self._options = options
+        self.algorithm: Algorithm = algorithm
+        self.options: CommunicationOptions = options
         self.changes: int = 0
         #: By call site, operation, options and kind of value.
         self._plans: dict[Any, Any] = {}
@@ -276,36 +276,17 @@ class Reducer:
         #: The numbers of new arenas, the same on every rank.
         self.arena_numbers: Iterator[int] = itertools.count(1)
 
-    @property
-    def algorithm(self) -> Algorithm:
-        """How values are combined; may be set, on all ranks alike."""
-        return self._algorithm
-
-    @algorithm.setter
-    def algorithm(self, algorithm: Algorithm) -> None:
-        self._algorithm = algorithm
-        self._begin_anew()
-
-    @property
-    def options(self) -> CommunicationOptions:
-        """The default options of calls; may be set, on all ranks alike."""
-        return self._options
-
-    @options.setter
-    def options(self, options: CommunicationOptions) -> None:
-        self._options = options
+    def use(self, algorithm: Algorithm, options: CommunicationOptions) -> None:
+        """Reduce with another algorithm and other options from now on; on all ranks alike."""
+        self.algorithm, self.options = algorithm, options
         if options.timeout_seconds is not None:
             self.communicator.guard.timeout = timeouts.limit(options.timeout_seconds)
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Forget the plans for another algorithm or other options."""
         self.changes += 1
         self._plans.clear()
 
     def copy(self) -> Reducer:
         """Return another Reducer with the same ranks, algorithm and options, and no plans."""
-        result = Reducer(self.communicator, self._algorithm, self._options)
+        result = Reducer(self.communicator, self.algorithm, self.options)
         result.arena_numbers = self.arena_numbers
         return result
 
@@ -326,23 +307,19 @@ class Reducer:
         """
         guard = self.communicator.guard
         with Call(guard, where, name) as call:
-            if call.structure:  # of the call around this one: other compared fields may change from call to call
-                return general(self, argument, options).run(call, value, out, weight)
             key: Any = None
             plan: CallPlan | None = None
-            try:
-                argument_key, is_weighted = (type(argument), argument), weight is not None
-                kind = general.kind(value, out)
-                key = general, guard.level, call.where, call.place, call.name, argument_key, options, is_weighted, kind
-                plan = self._plans.get(key)
-            except Exception:  # such as the error of a list that holds itself
-                key = None
-            if key is None:  # out here, so that an error of the general way has no context
-                return general(self, argument, options).run(call, value, out, weight)
-            if plan is None:
-                plan = self.cached(
-                    key, partial(_plan_or_general, call, general(self, argument, options), value, out, weight)
-                )
+            if not call.structure:  # of a call around this one: other compared fields may change from call to call
+                try:
+                    kinds, asked = general.kind(value, out), (type(argument), argument)
+                    key = general, guard.level, call.where, call.place, call.name, asked, options, weight is None, kinds
+                    plan = self._plans.get(key)
+                except Exception:  # such as the error of a list that holds itself
+                    key = None
+            if plan is None:  # out here, so that an error of the general way has no context
+                plan = general(self, argument, options)
+                if key is not None:
+                    plan = self.cached(key, partial(_plan_or_general, call, plan, value, out, weight))
             return plan.run(call, value, out, weight)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -384,7 +361,7 @@ class Reducer:
         """
         if not leaves and self.is_alone:
             return []  # alone, a structure without leaves is its own reduction
-        settings, ranks = self._options.merge(options), self.communicator
+        settings, ranks = self.options.merge(options), self.communicator
         dense = None if weight is None and targets is None else UnsupportedError
         components, arrays, memory = checked_inputs(op, leaves, paths, call.where, dense, targets)
         call.wait_as(settings.timeout_seconds)
@@ -392,17 +369,16 @@ class Reducer:
             results = self._weighted(call, op, components, arrays, weight, settings)
         else:
             with self.entered():
-                results = self._algorithm._all_reduce_values(
+                results = self.algorithm._all_reduce_values(
                     call, ranks, op, components, settings, memory, is_batch=is_batch
                 )
-        return outputs_for(results, leaves, targets, memory)
+        return outputs_for(results, components, targets, memory)
 
     def agrees_on_none(self, call: Call, op: ReduceOp, structure: nest.Structure) -> bool:
         """Return whether a structure has no leaves but None; if so, the ranks have compared the call."""
         if structure.num_leaves or not structure.num_none:
             return False
-        if not self.is_alone:
-            call.agree("reduce", op=op.value)
+        call.agree("reduce", op=op.value)
         return True
 
     def _weighted(
@@ -415,18 +391,16 @@ class Reducer:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
-        ranks, algorithm = self.communicator, self._algorithm
-        weight_and_arrays = [checked_weight(weight, op, call.where), *arrays]
-        is_on_gpu, layouts = any(map(is_on_device, arrays)), layouts_of(arrays)
-        means = None if is_on_gpu else self.weighted_means(layouts, options)
-        sums = _ByAlgorithm(self, call, options, components)
-        if means is None:
-            means = WeightedMeans(ranks, layouts, sums)
-        values, settings = tuple(map(layout_of, arrays)), algorithm._settings(options)
+        ranks, layouts = self.communicator, layouts_of(arrays)
+        own_weight, sums = checked_weight(weight, op, call.where), _ByAlgorithm(self, call, options, components)
+        means = None if any(map(is_on_device, arrays)) else self.weighted_means(layouts, options)
+        means = means or WeightedMeans(ranks, layouts, sums)
+        means.weight = own_weight
+        values, settings = tuple(map(layout_of, arrays)), self.algorithm._settings(options)
         agree = partial(call.agree, "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings)
-        results = means.carried_out(weight_and_arrays, partial(agree, sparingly=True))
+        results = means.carried_out(arrays, partial(agree, sparingly=True))
         ranks.guard.wait_for_gpu(sums.read)
-        return [in_kind(result, local_component(value)) for result, value in zip(results, components, strict=True)]
+        return results
 
     def plan_for(
         self,
@@ -442,8 +416,9 @@ class Reducer:
         Raises:
             MpiStrategyError: for arrays that the algorithm cannot reduce.
         """
-        make = self._algorithm._gpu_route if on_gpu else self._algorithm._plan
-        return make(self.communicator, layouts, op, options, destination) if self._algorithm._has_plans else None
+        if not self.algorithm._has_plans:
+            return None
+        return self.algorithm._transfer(self.communicator, layouts, op, options, destination, on_gpu=on_gpu)
 
     def weighted_means(self, layouts: tuple[Layout, ...], options: CommunicationOptions) -> WeightedMeans | None:
         """Return how weighted means of arrays on the host are taken; None where the algorithm is asked each time."""
@@ -476,13 +451,13 @@ class Reducer:
         return plan
 
     def _new_plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], on_gpu: bool) -> ArraysPlan | None:
-        options, are_simple = self._options, all(is_simple(dtype, op) for dtype, _ in layouts)
+        options, are_simple = self.options, all(is_simple(dtype, op) for dtype, _ in layouts)
         plan = self.plan_for(layouts, op, options, on_gpu=on_gpu) if are_simple else None
         if plan is None:
             return None
         where = ON_A_GPU if on_gpu else ""
         values = tuple((f"{dtype_name(dtype)}{where}", shape) for dtype, shape in layouts)
-        signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, self._algorithm._settings(options))
+        signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, self.algorithm._settings(options))
         return ArraysPlan(plan, signature, options.timeout_seconds)
 
 
@@ -548,11 +523,11 @@ def checked_inputs(
 
 
 def outputs_for(
-    results: Sequence[Any], leaves: Sequence[Any], targets: Sequence[Any] | None, memory: Sequence[Any] | None
+    results: Sequence[Any], components: Sequence[Any], targets: Sequence[Any] | None, memory: Sequence[Any] | None
 ) -> list[Any]:
-    """Return the caller's results: in the kinds of the leaves, or written into the targets."""
+    """Return the caller's results: in the kinds of the components, or written into the targets."""
     if targets is None or memory is None:
-        return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
+        return [*map(in_kind, results, map(local_component, components))]
     write(results, memory)
     for array, target in zip(memory, targets, strict=True):
         hand_back(array, target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
@@ -19,7 +18,7 @@ from mpistrategy.arrays.values import ArrayLike, Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
-from mpistrategy.errors import ContextError, DeviceError, LeafError, OptionError, OptionTypeError
+from mpistrategy.errors import ContextError, DeviceError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites, observers
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
@@ -29,8 +28,7 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Settable, checked_type
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena
-from mpistrategy.reduction.inputs import unpacked, unwrapped
-from mpistrategy.reduction.layout.destinations import Destination, for_value, resolve
+from mpistrategy.reduction.inputs import Destination, for_value, resolve, unpacked, unwrapped
 from mpistrategy.reduction.plan import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
@@ -61,6 +59,7 @@ class StrategyExtended(NotPickled, Settable):
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
+        context.check_strategy(container_strategy, "StrategyExtended")
         self.communicator: Ranks = communicator or Alone()
         reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
         #: Whether variables belong to this rank alone (one replica, no synchronization).
@@ -103,7 +102,7 @@ class StrategyExtended(NotPickled, Settable):
 
     @cross_device_ops.setter
     def cross_device_ops(self, algorithm: CrossDeviceOps) -> None:
-        self._reducer.algorithm = checked_type(
+        checked_type(
             "StrategyExtended.cross_device_ops",
             "cross_device_ops",
             algorithm,
@@ -111,6 +110,7 @@ class StrategyExtended(NotPickled, Settable):
             "a CrossDeviceOps",
             fix="Assign an instance, such as MpiAllReduce().",
         )
+        self._reducer.use(algorithm, self.options)
 
     @property
     def options(self) -> CommunicationOptions:
@@ -125,7 +125,7 @@ class StrategyExtended(NotPickled, Settable):
 
     @options.setter
     def options(self, options: CommunicationOptions) -> None:
-        self._reducer.options = checked_type(
+        checked_type(
             "StrategyExtended.options",
             "options",
             options,
@@ -133,6 +133,7 @@ class StrategyExtended(NotPickled, Settable):
             "a CommunicationOptions",
             fix="Assign an instance; CommunicationOptions() has the defaults.",
         )
+        self._reducer.use(self.cross_device_ops, options)
 
     # ------------------------------------------------------------------------------------------- reductions
 
@@ -202,10 +203,6 @@ class StrategyExtended(NotPickled, Settable):
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
-            leaves = nest.flatten(tensor)[0] if isinstance(tensor, (dict, list, tuple)) else []
-            if not all(isinstance(leaf, (numbers.Number, np.generic)) for leaf in leaves):
-                found, fix = f"a {type(tensor).__name__} of arrays", "Write strategy.broadcast(value) for a nest."
-                raise LeafError.at(call.where, found=found, expected="an array or a number", fix=fix)
             return self.cross_device_ops.broadcast(tensor, destinations)
 
     @collective("barrier")
@@ -285,8 +282,8 @@ class StrategyExtended(NotPickled, Settable):
         """
         context.require_cross_replica(self._container_strategy, "StrategyExtended.update_non_slot")
         context.check_call("StrategyExtended.update_non_slot", fn, args, kwargs)
-        devices = isinstance(colocate_with, tuple) and all(isinstance(device, str) for device in colocate_with)
-        if not self._container_strategy._is_default and not (devices and colocate_with == self.worker_devices):
+        is_worker = isinstance(colocate_with, tuple) and colocate_with == self.worker_devices
+        if not is_worker and not self._container_strategy._is_default:
             raise DeviceError.at(
                 "StrategyExtended.update_non_slot",
                 found=f"colocate_with={colocate_with!r}",

@@ -15,6 +15,7 @@ from mpistrategy.context import (
     Mode,
     Strategy,
     check_call,
+    check_strategy,
     cross_replica,
     current_frame,
     current_strategy,
@@ -54,6 +55,7 @@ class ReplicaContext(NotPickled):
     _instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
+        check_strategy(strategy, "ReplicaContext")
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
             raise OptionError.at("ReplicaContext", found=f"{replica_id_in_sync_group=}", expected="an int or None")
         self._strategy = strategy
@@ -337,7 +339,7 @@ class ReplicaContext(NotPickled):
         Raises:
             ContextError: outside this context's step function.
             ReduceOpError: for a MEAN, too, whose divisor would be another one on each rank.
-            OptionTypeError, DTypeError, LeafError, UnsupportedError, EmptyBatchError: on every rank, for bad input.
+            OptionTypeError, DTypeError, LeafError, UnsupportedError: on every rank, for bad input.
             CollectiveMismatchError: on every rank, when structures, dtypes, shapes, operations or calls differ.
 
         >>> import mpistrategy as ms

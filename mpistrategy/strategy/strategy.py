@@ -645,9 +645,14 @@ class Strategy(NotPickled, NamesOurs):
         """
         if input_iterator is None:
             return self.run(fn, kwargs={})
-        where, fix = "Strategy.experimental_run", "Pass what make_dataset_iterator(dataset) returns."
-        expected = "an iterator with get_next()"
-        checked_type(where, "input_iterator", input_iterator, DistributedIterator, expected, fix)
+        checked_type(
+            "Strategy.experimental_run",
+            "input_iterator",
+            input_iterator,
+            DistributedIterator,
+            "an iterator with get_next()",
+            fix="Pass what make_dataset_iterator(dataset) returns.",
+        )
         with self.scope():
             element = input_iterator.get_next()
         return self.run(fn, (element,), kwargs={})
@@ -728,12 +733,7 @@ class _DefaultStrategy(Strategy):
         """Do nothing: the default strategy is always there."""
 
 
-@cache
-def _default_strategy() -> Strategy:
-    return _DefaultStrategy()
-
-
-context.set_default_strategy_factory(_default_strategy)
+context.set_default_strategy_factory(cache(_DefaultStrategy))
 
 
 # -------------------------------------------------------------------------------------------------- assert_mirrored

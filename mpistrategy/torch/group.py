@@ -30,9 +30,9 @@ from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.collectives import broadcast as broadcast_arrays
 from mpistrategy.reduction.collectives import gather as gather_arrays
-from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan
 from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.torch import tensors as t
 
 #: Whether torch takes a Work that is written in Python: not before 2.7.
@@ -142,8 +142,6 @@ class Group:
         self._background.wait()
         with self._turn, Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True) as call:
             self.communicator.guard.site = site
-            entering = call.frame and call.frame.f_back  # this generator is suspended: it says nothing of the call
-            call.frame = entering and entering.f_back
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions

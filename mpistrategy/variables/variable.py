@@ -342,8 +342,8 @@ class Variable(ArrayLike, Settable):
             if not registry.is_local and may_differ(value):
                 raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
-            combined_by = VariableAggregation.NONE if registry.is_local else self.aggregation
-            variable_dtype = _checked_dtype(array.dtype if dtype is None else dtype, combined_by)
+            may_be_mean = self.aggregation is VariableAggregation.MEAN and not registry.is_local
+            variable_dtype = _checked_dtype(array.dtype if dtype is None else dtype, may_be_mean)
             if array.dtype != variable_dtype:
                 array = converted(
                     host_array(array), variable_dtype, f"Variable {own_name!r} with dtype={dtype_name(variable_dtype)}"
@@ -424,9 +424,7 @@ class Variable(ArrayLike, Settable):
         return np.array(host_array(self._read(name)), copy=True)
 
     def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a variable without axes")
-        return self.shape[0]
+        return len(self._storage)
 
     def __repr__(self) -> str:
         policy = f"{self.synchronization.name}/{self.aggregation.name}"
@@ -630,11 +628,9 @@ def converted(array: Array, dtype: np.dtype[Any], where: str) -> Array:
         raise misfit(array, dtype, where)
     with np.errstate(over="ignore", invalid="ignore"):
         result = array.astype(dtype)
-    if integers and dtype.kind in "iu":
-        fits = np.array_equal(result.astype(object), array.astype(object))
-    else:
-        fits = np.array_equal(np.isfinite(array), np.isfinite(result))
-    if not fits:
+    are_whole = integers and dtype.kind in "iu"
+    before, after = (x.astype(object) if are_whole else np.isfinite(x) for x in (array, result))
+    if not np.array_equal(before, after):
         raise DTypeError.at(where, found=f"{array}", expected=f"numbers that {dtype_name(dtype)} can hold")
     return result
 
@@ -668,7 +664,7 @@ def _check_place(synchronization: VariableSynchronization, aggregation: Variable
         )
 
 
-def _checked_dtype(dtype: Any, aggregation: VariableAggregation) -> np.dtype[Any]:
+def _checked_dtype(dtype: Any, is_mean: bool) -> np.dtype[Any]:
     """Return a dtype.
 
     Raises:
@@ -681,7 +677,11 @@ def _checked_dtype(dtype: Any, aggregation: VariableAggregation) -> np.dtype[Any
         raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
     if parsed.hasobject or parsed.kind in "SU":
         raise DTypeError.at("Variable", found=f"dtype {parsed}", expected="a numeric or bool dtype")
-    if aggregation is VariableAggregation.MEAN and parsed.kind != "f" and not is_bfloat16(parsed):
-        found = f"aggregation=MEAN of dtype {dtype_name(parsed)}"
-        raise OptionError.at("Variable", found=found, expected="a floating dtype", fix="Use SUM.")
+    if is_mean and parsed.kind != "f" and not is_bfloat16(parsed):
+        raise OptionError.at(
+            "Variable",
+            found=f"aggregation=MEAN of dtype {dtype_name(parsed)}",
+            expected="a floating dtype",
+            fix="Use SUM.",
+        )
     return parsed

@@ -32,9 +32,9 @@ from mpistrategy.mpi.interface.ranks import Alone
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
-from mpistrategy.reduction.inputs import arrays_of, as_leaf
-from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.inputs import arrays_of, in_kind
 from mpistrategy.reduction.plan import usual_plan
+from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.strategy.extended import StrategyExtended
 
 ROOM = 32768
@@ -107,7 +107,7 @@ class SketchedPlan:
         self.plan = usual_plan(ranks, self.layouts, SUM)
         values = tuple((dtype_name(dtype), shape) for dtype, shape in self.layouts)
         self.signature = Signature(
-            "reduce", "SUM", where.text, values, "every rank", "", name or "", "sketch", "" if name else place
+            "reduce", "SUM", where.structure.text, values, "every rank", "", name or "", "sketch", "" if name else place
         )
         self.guard: Any = ranks.guard
         self.digest = digest_of(self.signature)
@@ -124,7 +124,7 @@ class SketchedPlan:
             for target, result in zip(self.where.take(out), results, strict=True):
                 target[...] = result
             return out
-        return self.where.build([*map(as_leaf, results, leaves)])
+        return self.where.structure.pack([*map(in_kind, results, leaves)])
 
 
 class Sketch:

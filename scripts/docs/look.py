@@ -41,11 +41,18 @@ WORDS = {
     "torch": "torch",
     "trace": "tracing",
 }
-#: What is wider than the window, and does not scroll by itself.
-TOO_WIDE = """() => [...document.querySelectorAll("body *")]
-    .filter(each => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth + 1)
-    .filter(each => !each.closest("pre, code, svg, .md-typeset__scrollwrap, .md-sidebar, .md-search, .md-dialog"))
-    .map(each => each.tagName + " " + each.textContent.trim().slice(0, 40))"""
+#: What is on a page.  Too wide is what is wider than the window, and does not scroll by itself.  One call for all: a
+#: question to the browser takes as long as its answer is waited for by three processes.
+SEEN = """() => ({
+    tooWide: [...document.querySelectorAll("body *")]
+        .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && each.checkVisibility())
+        .filter(each => !each.closest("pre, code, svg, .md-typeset__scrollwrap, .md-sidebar, .md-search, .md-dialog"))
+        .map(each => each.tagName + " " + each.textContent.trim().slice(0, 40)),
+    titles: document.querySelectorAll("h1").length,
+    consoles: document.querySelectorAll(".language-console").length,
+    previous: document.querySelector("a.md-footer__link--prev")?.href ?? "",
+    next: document.querySelector("a.md-footer__link--next")?.href ?? "",
+})"""
 #: The failure of a request that had not ended when the next page was opened: a small picture.
 LEFT = "net::ERR_ABORTED"
 NO_INDEX = "var __index = {config: {lang: ['en'], separator: ' ', pipeline: [], fields: {}}, docs: []}"
@@ -71,27 +78,23 @@ def opened(browser: Browser, size: dict[str, int], name: str = "index") -> Page:
 
 def look_at_every_page(browser: Browser) -> int:
     """Follow `next` from the first page to the last; return how many there are."""
-    page, visited = opened(browser, WIDE), [""]
+    page, visited, sizes = opened(browser, WIDE), [""], [WIDE, NARROW]
     page.route("**/search_index.js", lambda route: route.fulfill(body=NO_INDEX))  # reading it takes most of the time
     while True:
-        for size in (NARROW, WIDE):
+        for size in sizes:
             page.set_viewport_size(size)
-            wide = page.evaluate(TOO_WIDE)
-            check(page, not wide, f"wider than {size['width']} pixels: {wide[:3]}")
-        check(page, target(page, "prev") == visited[-1], "`previous` is another page than the one before")
-        check(page, page.locator("h1").count() == 1, "no title, or several")
-        look_at_copies(page)
+            seen = page.evaluate(SEEN)
+            check(page, not seen["tooWide"], f"wider than {size['width']} pixels: {seen['tooWide'][:3]}")
+        sizes.reverse()  # the next page is opened at the size that the window has
+        check(page, seen["previous"] == visited[-1], "`previous` is another page than the one before")
+        check(page, seen["titles"] == 1, "no title, or several")
+        if seen["consoles"]:
+            look_at_copies(page)
         visited.append(page.url)
-        if not target(page, "next"):
+        if not seen["next"]:
             check(page, page.url.endswith("/changes.html"), "no `next`")
             return len(visited) - 1
-        page.goto(target(page, "next"))
-
-
-def target(page: Page, relation: str) -> str:
-    """Return the address of the page before or after; "" for none."""
-    links = page.locator(f"a.md-footer__link--{relation}")
-    return str(links.evaluate("link => link.href")) if links.count() else ""
+        page.goto(seen["next"])
 
 
 def look_at_navigation(browser: Browser) -> None:

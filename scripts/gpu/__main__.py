@@ -169,7 +169,7 @@ REDUCTIONS = ("reduction/test_gpu_reductions.py",)
 OTHERS = (
     "reduction/test_every_route.py::test_in_gpu_memory",
     "arrays/test_arrays_values.py::test_an_array_in_gpu_memory_is_copied_to_the_host",
-    "input/test_first_batches.py::test_arrays_of_gpus_are_compared",
+    "input/test_first_batches.py::test_what_else_rows_may_be",
     "checkpoint/test_rows.py::test_rows_of_real_ranks",
     "cli/test_bench_gpus.py",
 )

@@ -143,7 +143,7 @@ def environment(on_cpu: bool, work: Path) -> dict[str, str]:
     kept |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
     kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
     kept |= {"CUPY_CACHE_DIR": str(work / "cupy"), "XDG_CACHE_HOME": str(work / "cache")}
-    kept |= {"PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": str(work / "bytecode"), "MPISTRATEGY_TEST_GPU": "1"}
+    kept |= {"PYTHONUNBUFFERED": "1", "MPISTRATEGY_TEST_GPU": "1"}
     if on_cpu:
-        kept |= {"STANDIN_DEVICES": "2", "STANDIN_DELAY_US": "50", "MPISTRATEGY_CUDA_AWARE": "1"}
-    return kept
+        return kept | {"STANDIN_DEVICES": "2", "STANDIN_DELAY_US": "50", "MPISTRATEGY_CUDA_AWARE": "1"}
+    return kept | {"PYTHONPYCACHEPREFIX": str(work / "bytecode")}

@@ -19,8 +19,14 @@ from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
 
+
+def variable(array: Any) -> ms.Variable:
+    with ms.OneDeviceStrategy().scope():  # of this rank alone
+        return ms.Variable(array)
+
+
 KINDS = {
-    "Variable": ms.Variable,
+    "Variable": variable,
     "PerReplica": lambda array: ms.PerReplica((array,)),
     "Mirrored": lambda array: ms.Mirrored((array,)),
 }
@@ -79,6 +85,28 @@ READS: dict[str, Callable[[Any], Any]] = {
     "flat": lambda a: list(a.flat),
     "contiguous": lambda a: a.flags.c_contiguous,
     "rows": list,
+    "+": lambda a: 1 + a,
+    "-": lambda a: a - 1,
+    "*": lambda a: a * a,
+    "/": lambda a: a / 2,
+    "**": lambda a: 2.0**a,
+    "abs": abs,
+    "@": lambda a: a.ravel() @ np.ones(a.size),
+    "==": lambda a: a == 1,
+    ">": lambda a: a > 0,
+    "a part": lambda a: a[1:],
+    "where true": lambda a: a[a > 0],
+    "float": float,
+    "int": int,
+    "complex": complex,
+    "bool": bool,
+    "index": operator.index,
+    "format": "{:.2f}".format,
+    "np.add": lambda a: np.add(1, a),
+    "np.concatenate": lambda a: np.concatenate([a.ravel(), a.ravel()]),
+    "np.where": lambda a: np.where(a > 0, a, 0),
+    "np.zeros_like": np.zeros_like,
+    "np.add.reduce": lambda a: np.add.reduce(a, axis=None),
     "in": lambda a: a.ravel()[0] in a,
     "len": len,
     "np.sum": lambda a: np.sum(a, axis=0),
@@ -158,6 +186,9 @@ def test_views_of_a_variable_follow_it_and_cannot_be_written(strategy: ms.Strate
     with strategy.scope():
         variable = ms.Variable(np.arange(6.0).reshape(2, 3))
     views = [
+        np.asarray(variable),
+        variable[0],
+        variable[:, 1],
         variable.T,
         variable.transpose(1, 0),
         variable.reshape(3, 2),
@@ -173,6 +204,7 @@ def test_views_of_a_variable_follow_it_and_cannot_be_written(strategy: ms.Strate
         np.transpose(variable),
     ]
     copies = [variable.copy(), variable.flatten(), variable.clip(0, 9), variable.astype("float64"), variable.repeat(1)]
+    copies += [np.array(variable), variable.read_value(), variable.numpy(), variable.local_copy()]
     variable.assign(np.full((2, 3), 7.0))
     for view in views:
         assert (view == 7).all()

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays import devices
 from mpistrategy.arrays.devices import Device
@@ -110,27 +109,3 @@ def test_wrong_device_lists(wanted: Any, error: type[Exception], named: str) -> 
     assert isinstance(refusal.value, errors.MpiStrategyError)
     assert named in str(refusal.value)
     assert "expected" in str(refusal.value)
-
-
-def test_one_device_strategy_knows_its_device() -> None:
-    assert ms.OneDeviceStrategy("CPU:0").extended.worker_devices == ("/job:worker/replica:0/task:0/device:CPU:0",)
-    assert ms.OneDeviceStrategy().extended.parameter_devices == ms.OneDeviceStrategy("cpu").extended.worker_devices
-
-
-@pytest.mark.parametrize(
-    ("device", "error"),
-    [
-        ("GPU:0", ValueError),
-        ("", ValueError),
-        ("nonsense", ValueError),
-        ("CPU:99999", ValueError),
-        (None, TypeError),
-        (0, TypeError),
-        (["CPU:0"], TypeError),
-    ],
-)
-def test_one_device_strategy_refuses_what_is_not_there(device: Any, error: type[Exception]) -> None:
-    with pytest.raises(error) as refusal:
-        ms.OneDeviceStrategy(device)
-    assert isinstance(refusal.value, errors.MpiStrategyError)
-    assert "MirroredStrategy" not in str(refusal.value)

@@ -157,28 +157,6 @@ def test_a_tensor_comes_back_as_one_where_it_was(place: Place, name: str) -> Non
         assert numbers(found) == expected
 
 
-class Opaque:
-    """An array that tells neither its dtype nor its shape."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.asarray(self.array, dtype)
-
-
-def test_one_place_in_the_program_that_sees_many_foreign_arrays(place: Place) -> None:
-    def reduce(x: Any) -> Any:
-        return in_step(place.strategy, lambda c: c.all_reduce("SUM", {"x": x})["x"])
-
-    arrays = [np.ones(2), np.ones(3), np.ones(2, np.int32), np.ones((1, 2)), np.ones(2)]
-    for array in arrays * 2:
-        for kind in (Opaque, Tensor, place.tensor):
-            found = reduce(kind(array))
-            assert numbers(found) == (array * SIZE).tolist()
-            assert kind is not place.tensor or place.is_here(found)
-
-
 def test_whatever_speaks_dlpack_is_accepted(place: Place) -> None:
     given = place.array(np.full(2, RANK + 1.0))
     found = in_step(place.strategy, lambda c: c.all_reduce("SUM", Spoken(given)))

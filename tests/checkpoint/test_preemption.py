@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,6 @@ def tell(number: int = USR2, *ranks: int) -> None:
     """Send a signal to this rank if it is among `ranks`; to the last rank if there are none."""
     if RANK in (ranks or (LAST,)):
         os.kill(os.getpid(), number)
-
-
-def tell_later(seconds: float) -> None:
-    """Send the last rank a signal from another thread."""
-    if RANK == LAST:
-        threading.Timer(seconds, os.kill, (os.getpid(), USR2)).start()
 
 
 @pytest.fixture
@@ -125,7 +120,12 @@ def reduced(value: Any) -> Callable[[ms.Strategy], Any]:
     return lambda strategy: strategy.run(lambda: context().all_reduce("SUM", value))
 
 
-#: What a step does, and whether the signal comes from inside of it.
+def in_an_arena(strategy: ms.Strategy) -> Any:
+    with closing(strategy.arena({"w": np.ones(3000), "b": np.ones(3, np.float32)})) as arena:
+        return strategy.run(lambda: context().all_reduce("SUM", arena)["w"].copy())
+
+
+#: What a step does.
 STEPS: dict[str, Callable[[ms.Strategy], Any]] = {
     "number": reduced(1.0),
     "array": reduced(ONES),
@@ -138,6 +138,7 @@ STEPS: dict[str, Callable[[ms.Strategy], Any]] = {
     "gather": lambda s: s.gather(ONES, axis=0),
     "reduce": lambda s: s.reduce("SUM", ONES),
     "barrier": lambda s: s.barrier(),
+    "arena": in_an_arena,
     "nothing": lambda s: RANK,
 }
 
@@ -162,11 +163,8 @@ def test_the_step_under_way_is_the_last(
 ) -> None:
     handler, step = made(), STEPS[what]
     usual = repr(handler.run(step, strategy))
-    handler.run(step, strategy)
     assert repr(told_in(handler, step, strategy, who=who)) == usual
-    assert handler.checkpoint_manager.steps() == [3]
     assert still_works(strategy)
-    assert repr(step(strategy)) == usual
 
 
 @pytest.mark.parametrize("level", ["always", "off"])
@@ -176,9 +174,8 @@ def test_between_nodes(made: Callable[..., ms.PreemptionCheckpointHandler], leve
     strategy = OnNodes([rank % 2 for rank in range(SIZE)], ms.MpiAllReduce())
     strategy.extended.communicator.guard.check_as(level)
     handler = made(on=strategy)
-    for name in ("number", "array", "large array", "async", "nothing"):
-        for _ in range(3):
-            handler.run(STEPS[name], strategy)
+    for name in ("number", "large array", "async", "nothing"):
+        handler.run(STEPS[name], strategy)
         told_in(handler, STEPS[name], strategy, who=who)
         assert still_works(strategy)
     handler.close()
@@ -186,101 +183,46 @@ def test_between_nodes(made: Callable[..., ms.PreemptionCheckpointHandler], leve
     strategy.close()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_an_arena(strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]) -> None:
-    handler = made()
-    for shared_result in (False, True):
-        arena = strategy.arena({"w": np.zeros(3000), "b": np.zeros(3, np.float32)}, shared_result=shared_result)
-
-        def step(arena: ms.Arena = arena) -> Any:
-            for value in arena.values.values():
-                value[...] = 1
-            return strategy.run(lambda: context().all_reduce("SUM", arena)["w"].copy())
-
-        for _ in range(3):
-            assert (handler.run(step) == SIZE).all()
-        assert (told_in(handler, step) == SIZE).all()
-        assert (handler.run(step) == SIZE).all()
-        arena.close()
-
-
-def works() -> None:
-    a = np.ones((300, 300))
-    end = time.monotonic() + 0.05
-    while time.monotonic() < end:
-        a @ a
-
-
-#: When a rank is told: in the middle of a step, where it waits for the others in a collective, and where it works.
-MOMENTS: dict[str, Callable[[], object]] = {
-    "between two collectives": tell,
-    "waits": lambda: tell_later(0.02) or time.sleep(0.01 if RANK == LAST and SIZE > 1 else 0.1),
-    "works": lambda: tell_later(0.02) or works(),
-}
-
-
-@pytest.mark.parametrize("when", MOMENTS)
 def test_a_rank_that_is_told_within_a_step(
-    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler], when: str
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
 ) -> None:
     handler = made()
 
     def step() -> Any:
         context().all_reduce("SUM", 1.0)
-        if handler.total_run_calls == 0:
-            MOMENTS[when]()
+        tell()  # between two collectives
         return context().all_reduce("SUM", 2.0)
 
-    def steps() -> None:
-        for _ in range(20):
-            assert handler.run(strategy.run, step) == 2 * SIZE
-
     with pytest.raises(Stop):
-        steps()
-    # Who waits has brought his call already: it is the next step then.  A lone rank does not wait, and is early.
-    assert handler.total_run_calls == 1 or when != "between two collectives"
-    assert handler.total_run_calls in (1, 2) or SIZE == 1
+        handler.run(strategy.run, step)
+    assert handler.total_run_calls == 1
     assert still_works(strategy)
 
 
 def test_steps_that_compare_nothing_are_checked_now_and_then(
     strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
 ) -> None:
-    handler, mailboxes = made(every=4), strategy.extended.communicator.mailboxes
-    for _ in range(4):
-        handler.run(lambda: None)
-    before = mailboxes.sequence if mailboxes is not None else 0
+    handler = made(every=4)
     handler.run(lambda: None)
-    assert (mailboxes.sequence if mailboxes is not None else 0) == before  # nothing was sent
     handler.run(STEPS["number"], strategy)  # compares, and begins to count anew
     tell()
-    if SIZE == 1:
-        with pytest.raises(Stop):
+    if SIZE > 1:  # a lone rank knows at once
+        for _ in range(3):
             handler.run(lambda: None)
-        return
-    for _ in range(3):
-        handler.run(lambda: None)
     with pytest.raises(Stop):
         handler.run(lambda: None)
-    assert handler.total_run_calls == 10
+    assert handler.total_run_calls == (6 if SIZE > 1 else 3)
 
 
 def test_a_step_that_is_saved_already(made: Callable[..., ms.PreemptionCheckpointHandler]) -> None:
-    """By the program, between the steps, or where it was restored just now."""
-    for is_restored in (False, True):
-        handler = made(every=100)
-        manager = handler.checkpoint_manager
-        if not is_restored:
-            handler.run(lambda: None)
-            handler.save_checkpoint_if_preempted()
-            manager.save(1, wait=False)
-        assert handler.total_run_calls == 1
-        tell()
-        with pytest.raises(Stop):
-            handler.save_checkpoint_if_preempted()
-        assert manager.steps() == [1]
-        handler.close()
-        manager.close()
+    handler = made(every=100)
+    handler.run(lambda: None)
+    handler.save_checkpoint_if_preempted()
+    handler.checkpoint_manager.save(1, wait=False)
+    tell()
+    with pytest.raises(Stop):
+        handler.save_checkpoint_if_preempted()
+    assert handler.checkpoint_manager.steps() == [1]
 
 
 # ------------------------------------------------------------------------------------------------ beside errors
@@ -291,28 +233,14 @@ def test_errors_while_a_hand_is_up(
     strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
 ) -> None:
     handler = made()
-    rows = 3 if RANK == LAST else 4
-
-    def differs() -> Any:
-        return handler.run(strategy.run, lambda: context().all_reduce("SUM", np.ones(rows)))
-
-    def fails() -> Any:
-        value: Any = "text" if RANK == 0 else 1.0
-        return handler.run(strategy.run, lambda: context().all_reduce("SUM", value))
-
-    def broken() -> None:
-        raise ZeroDivisionError
-
+    rows, value = np.ones(3 if RANK == LAST else 4), "text" if RANK == 0 else 1.0
     tell()
-    for call, error in ((differs, errors.CollectiveMismatchError), (fails, errors.DTypeError)):
-        found = outcomes(call)
+    for of, error in ((rows, errors.CollectiveMismatchError), (value, errors.DTypeError)):
+        found = outcomes(lambda of=of: handler.run(strategy.run, lambda: context().all_reduce("SUM", of)))
         assert {outcome.error for outcome in found} == {error}, found
-    with pytest.raises(ZeroDivisionError):
-        handler.run(broken)
     assert (handler.total_run_calls, handler.checkpoint_manager.steps()) == (0, [])
     with pytest.raises(Stop):  # the flag is still up
         handler.run(STEPS["number"], strategy)
-    assert handler.total_run_calls == 1
 
 
 def test_an_exit_fn_that_returns(
@@ -336,32 +264,25 @@ def test_an_exit_fn_that_returns(
 # ------------------------------------------------------------------------------------------------ the signals
 
 
-@pytest.mark.parametrize("first", ["inner", "outer"])
-def test_others_get_their_signals_back(made: Callable[..., ms.PreemptionCheckpointHandler], first: str) -> None:
+def test_others_get_their_signals_back(made: Callable[..., ms.PreemptionCheckpointHandler]) -> None:
     heard: list[int] = []
 
     def own(number: int, frame: Any) -> None:
         heard.append(number)
 
-    before = {number: signal.signal(number, own) for number in (USR1, USR2)}
+    before = signal.signal(USR1, own)
     try:
-        outer, inner = made(signals=["SIGUSR2", int(USR1)]), made(signals=[USR2])
-        for number in before:
-            os.kill(os.getpid(), number)
+        handler = made(signals=[int(USR1)])
+        os.kill(os.getpid(), USR1)
+        handler.close()
         assert heard == []
-        for handler in (inner, outer) if first == "inner" else (outer, inner):
-            handler.close()
-        for number in before:
-            os.kill(os.getpid(), number)
-        assert heard == [USR1, USR2]
-        outer.close()
-        with made(signals=[USR2]):
-            signal.signal(USR2, signal.SIG_IGN)
-            signal.signal(USR2, own)  # somebody else takes it
-        assert signal.getsignal(USR2) == own
+        os.kill(os.getpid(), USR1)
+        with made(signals=["SIGUSR1"]):
+            signal.signal(USR1, lambda number, frame: heard.append(0))  # somebody else takes it
+        os.kill(os.getpid(), USR1)
+        assert heard == [USR1, 0]
     finally:
-        for number, handler_before in before.items():
-            signal.signal(number, handler_before)
+        signal.signal(USR1, before)
 
 
 def test_a_strategy_that_is_closed_gives_signals_back(folder: Path) -> None:
@@ -430,10 +351,13 @@ BAD: list[tuple[Make, type[Exception], str]] = [
         errors.OptionError,
         "'SIGNOTHING'; expected the name of a",
     ),
-    (lambda _: ms.TerminationConfig(signals=[1.5]), errors.OptionTypeError, "1.5"),
-    (lambda _: ms.TerminationConfig(signals=[True]), errors.OptionTypeError, "True"),
+    (lambda _: ms.TerminationConfig(signals=[1.5]), errors.OptionError, "1.5"),
     (lambda _: ms.TerminationConfig(signals=[9999]), errors.OptionError, "9999"),
-    (lambda _: ms.TerminationConfig(signals=["SIGKILL"]), errors.OptionError, "SIGKILL; expected the name of a signal"),
+    (
+        lambda _: ms.TerminationConfig(signals=["SIGKILL"]),
+        errors.OptionError,
+        "'SIGKILL'; expected the name of",
+    ),
     (lambda _: ms.TerminationConfig(exit_fn=75), errors.OptionTypeError, "exit_fn=75; expected a function"),
     (lambda _: ms.TerminationConfig(termination_watcher_fn=True), errors.OptionTypeError, "termination_watcher_fn"),
     (lambda _: ms.TerminationConfig(grace_period="60"), errors.OptionTypeError, "grace_period='60'"),
@@ -477,22 +401,8 @@ def test_calls_in_a_step_function(
     for call in (lambda: handler.run(print), handler.save_checkpoint_if_preempted, made):
         with pytest.raises(errors.ContextError):
             strategy.run(call)
-    with pytest.raises(errors.OptionTypeError):
-        handler.run(None)  # type: ignore[arg-type, type-var]
     assert still_works(strategy)
     assert repr(handler).startswith("<PreemptionCheckpointHandler after 0 steps, of <CheckpointManager of ")
-
-
-def test_a_program_that_asks_instead_of_being_told(
-    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
-) -> None:
-    handler = made(termination_watcher_fn=lambda: RANK == LAST and handler.total_run_calls == 2, signals=())
-    handler.run(STEPS["number"], strategy)
-    if SIZE > 1:  # it asks when a step is done
-        handler.run(STEPS["number"], strategy)
-    with pytest.raises(Stop):
-        handler.run(STEPS["number"], strategy)
-    assert handler.total_run_calls == (3 if SIZE > 1 else 2)
 
 
 def test_simulated_replicas(tmp_path: Path) -> None:

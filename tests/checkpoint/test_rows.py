@@ -149,41 +149,28 @@ def test_rows_of_real_ranks(strategy: ms.MirroredStrategy, folder: Path, memory:
     whole = np.repeat(np.arange(SIZE) + 1.0, np.arange(SIZE))
     assert isinstance(rows.value, library.ndarray)
     assert isinstance(state.rows, library.ndarray)
-    assert len(rows) == len(rows.value) == rows.shape[0]
     assert on_host(rows.value)[:, 1].tolist() == whole[parts(len(whole), SIZE)[RANK]].tolist()
     assert on_host(state.rows).tolist() == [RANK + 1] * RANK
-    for value, error in (
-        ([1.0], errors.OptionTypeError),
-        (np.float64(1), errors.OptionTypeError),
-        (np.zeros(()), errors.ShapeError),
-    ):
-        with pytest.raises(error):
+    for value in ([1.0], np.float64(1), np.zeros(())):
+        with pytest.raises((errors.OptionTypeError, errors.ShapeError)):
             ms.Rows(value)
 
 
 def test_rows_that_do_not_fit_together(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    last = RANK == SIZE - 1
     with strategy.scope():
-        ms.Checkpoint(x=ms.Rows(np.ones((RANK, 2)))).save(folder / "rows")
-        ms.Checkpoint(x=np.ones((RANK, 2))).save(folder / "array")
-        tried: dict[str, tuple[Any, type[Exception]]] = {
-            "rows": (np.zeros((RANK, 2)), errors.CheckpointMismatchError),
-            "array": (ms.Rows(np.zeros((RANK, 2))), errors.CheckpointMismatchError),
-        }
-        for name, (x, error) in tried.items():
+        made = {"rows": ms.Rows(np.ones((RANK, 2))), "array": np.ones((RANK, 2)), "domain": Domain(np.ones(2))}
+        for name, x in made.items():
+            ms.Checkpoint(x=x).save(folder / name)
+        tried: list[tuple[str, Any]] = [
+            ("rows", np.zeros((RANK, 2))), ("array", ms.Rows(np.zeros((RANK, 2)))), ("domain", Swapped(np.ones(2))),
+            *(("rows", ms.Rows(array)) for array in (np.zeros((0, 3)), np.zeros((0, 2), np.float32), np.zeros(0))),
+        ]  # fmt: skip
+        for name, x in tried:
             found = outcomes(ms.Checkpoint(x=x).restore, folder / name)
-            assert {each.error for each in found} == {error}
-            assert not np.asarray(x).any()
-        ms.Checkpoint(x=Domain(np.ones(2))).save(folder / "domain")
-        found = outcomes(ms.Checkpoint(x=Swapped(np.ones(2))).restore, folder / "domain")
-        assert {each.error for each in found} == {errors.CheckpointMismatchError}
-        assert all("x/state/rows: " in each.text and "x/state/like/0: rows" in each.text for each in found)
-        for other in (ms.Rows(np.zeros((0, 3))), ms.Rows(np.zeros((0, 2), np.float32)), ms.Rows(np.zeros(0))):
-            found = outcomes(ms.Checkpoint(x=other).restore, folder / "rows")
             assert {each.error for each in found} == {errors.CheckpointMismatchError}
-            if SIZE > 1:
-                x = other if last else ms.Rows(np.zeros((0, 2)))
-                for call in (ms.Checkpoint(x=x).restore, ms.Checkpoint(x=x).save):
-                    found = outcomes(call, folder / "rows")
-                    assert {each.error for each in found} == {errors.CollectiveMismatchError}
+        if SIZE > 1:
+            x = ms.Rows(np.zeros((0, 3 if RANK else 2)))
+            for call in (ms.Checkpoint(x=x).restore, ms.Checkpoint(x=x).save):
+                found = outcomes(call, folder / "rows")
+                assert {each.error for each in found} == {errors.CollectiveMismatchError}
     assert still_works(strategy)

@@ -31,7 +31,6 @@ JOB_SECONDS = 900
 SHELL = 'source "$1/scripts/environment.sh"; MPI=$2 VENV=$3; shift 3; run_ranks "$@"'
 COLUMNS = ("passed", "deviations", "superseded", "unsupported", "failed")
 LAST_LINE = ("passed", "deviations", "unsupported", "failed")
-CORE_AREAS = ("merge_call", "all_reduce", "reduce", "extended", "cross_device_ops", "variables")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,7 +144,7 @@ def watch(job: subprocess.Popen[bytes], lines: Path) -> str:
 
 
 def print_report(cases: list[Json], results: dict[str, Result], *, verbose: bool = False) -> int:
-    """Print failed cases, a row an area, the shares of deviations, and one last line; return 0 when no case failed."""
+    """Print failed cases, a row an area, and one last line; return 0 when no case failed."""
     for column in COLUMNS[1:] if verbose else ("failed",):
         print_cases(column, [result for result in results.values() if result.verdict == column])
     counts = {area: Counter[str]() for area in sorted({case["area"] for case in cases})}
@@ -156,9 +155,6 @@ def print_report(cases: list[Json], results: dict[str, Result], *, verbose: bool
     for area, count in counts.items():
         print(f"{area:<20}" + "".join(f"{count[column]:>13}" for column in COLUMNS))
     print()
-    core = sum((count for area, count in counts.items() if area.startswith(CORE_AREAS)), Counter[str]())
-    print_share("all cases", 0.15, total)
-    print_share("merge_call, all_reduce, reduce, extended, cross_device_ops, variables*", 0.09, core)
     print(
         f"superseded={total['superseded']}"
         " (recorded in two environments that disagree; the design decides for the other one)"
@@ -174,13 +170,6 @@ def print_cases(column: str, results: Iterable[Result]) -> None:
         print(f"{head}  {result.case_id}" + (f"  [{result.rule}]" if result.rule else ""))
         for detail in result.details:
             print(f"      {detail}")
-
-
-def print_share(name: str, limit: float, counts: Counter[str]) -> None:
-    """Print the share of deviations in some areas."""
-    deviations, total = counts["deviations"], counts.total()
-    if total:
-        print(f"deviations in {name}: {deviations} of {total} = {deviations / total:.1%} (limit {limit:.0%})")
 
 
 if __name__ == "__main__":

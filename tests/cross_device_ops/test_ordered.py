@@ -31,7 +31,6 @@ from replicas import (
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.cross_device_ops.ordered import combine_ordered
 from mpistrategy.reduction import collectives
 from mpistrategy.testing import run_replicas
 
@@ -130,7 +129,7 @@ def on_replicas(contributions: Sequence[Any], op: str = "SUM", bytes_per_pack: i
     kind=st.sampled_from(["all", "finite", "narrow"]),
     seed=st.integers(0, 2**32),
     count=st.integers(1, 5),
-    zeros=st.integers(0, 3),
+    zeros=st.integers(0, 5),  # of more than 8 values another method sorts
     cuts=st.lists(st.integers(0, COUNT), max_size=3),
     bytes_per_pack=st.sampled_from([0, 1, 24, 64]),
     data=st.data(),
@@ -211,23 +210,6 @@ def test_zeros_infinities_and_nan() -> None:
                 assert bits(total) == bits(np.array([wanted])), values
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("dtype", FLOATS[2:])
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 33])
-def test_many_chunks(dtype: np.dtype[Any], count: int) -> None:
-    size = 70_000
-    arrays = [random_floats([count, number], dtype, size, "narrow") for number in range(count)]
-    whole, others = np.empty(size, dtype), [np.zeros(size, dtype) for _ in range(2)]
-    combine_ordered(arrays, [whole], "SUM", 1)
-    combine_ordered(arrays[::-1], others, "SUM", 1)
-    assert bits(whole) == bits(others[0]) == bits(others[1])
-    combine_ordered(arrays[1:] + arrays[:1], others[:1], "SUM", 1)
-    assert bits(whole) == bits(others[0])
-    assert bits(whole[:500]) == bits(by_definition([array[:500] for array in arrays]))
-    combine_ordered(arrays, arrays, "SUM", 1)  # over themselves
-    assert {bits(array) for array in arrays} == {bits(whole)}
-
-
 # ------------------------------------------------------------------------------------------------------ real MPI
 
 
@@ -281,17 +263,6 @@ def test_lists_destinations_and_out_give_the_same_bits(strategies: dict[str, ms.
         assert [np.asarray(value).shape for value in result] == [each.shape for each in mine]
 
 
-def test_an_arena_and_a_handle(strategies: dict[str, ms.Strategy]) -> None:
-    strategy, mine = strategies["one node"], random_floats([3, RANK], np.dtype(np.float32), 5000, "finite")
-    wanted = by_definition([random_floats([3, rank], np.dtype(np.float32), 5000, "finite") for rank in RANKS])
-    arena = strategy.arena({"a": mine})
-    arena.values["a"][...] = mine
-    assert bits(strategy.run(lambda: context().all_reduce("SUM", arena))["a"]) == bits(wanted)
-    arena.close()
-    for other in (strategy, strategies["each its node"]):
-        assert bits(other.run(lambda: context().all_reduce_async("SUM", mine)).wait()) == bits(wanted)
-
-
 def test_rows_with_equal_indices_are_added(strategies: dict[str, ms.Strategy]) -> None:
     def slices(rank: int) -> ms.IndexedSlices:
         random = np.random.default_rng(rank)
@@ -315,30 +286,6 @@ def test_rows_with_equal_indices_are_added(strategies: dict[str, ms.Strategy]) -
         assert np.array_equal(row, np.full((1, 2), wanted))
     none = ms.IndexedSlices(np.zeros((0, 2)), np.zeros(0, int), (4, 2))
     assert strategies["one node"].run(lambda: reduced(none)).values.shape == (0, 2)
-
-
-@pytest.mark.parametrize("where", ["one node", "two nodes"])
-def test_training_does_not_depend_on_who_has_which_batch(strategies: dict[str, ms.Strategy], where: str) -> None:
-    strategy, ends = strategies[where], []
-    paths = {"plain", "buckets"}  # on several nodes buckets start early
-
-    def step(optimizer: Any, weights: ms.Variable, gradient: Array, buckets: Any) -> None:
-        optimizer.apply_gradients([(gradient, weights)])
-        buckets.values[0][...] = gradient
-        buckets.ready(0)
-        optimizer.apply_gradients(buckets)
-
-    gradients = [random_floats([2, rank], np.dtype(np.float32), 4000, "narrow") for rank in RANKS]
-    for turned in (RANK, SIZE - 1 - RANK):
-        with strategy.scope():
-            weights = ms.Variable(np.ones(4000, np.float32))
-            optimizer = ms.optimizers.Adam(0.1)
-        buckets = optimizer.gradient_buckets([weights])
-        for _ in range(3):
-            strategy.run(step, args=(optimizer, weights, gradients[turned], buckets))
-            assert optimizer.latest_path in paths
-        ends.append(bits(weights.numpy()))
-    assert ends[0] == ends[1]
 
 
 def test_products_of_complex_numbers_are_refused(strategies: dict[str, ms.Strategy]) -> None:

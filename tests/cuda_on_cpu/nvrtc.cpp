@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -11,6 +12,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <sys/file.h>
 #include <unistd.h>
 #include <vector>
 
@@ -59,6 +61,15 @@ bool run(const std::string& command, const std::string& log) {
     return !std::system((command + " >" + quoted(log) + " 2>&1").c_str());
 }
 
+// Ranks ask for the same kernels at the same time: one compiles, and the others wait for what it has made.
+struct Turn {
+    explicit Turn(const std::string& made) : file(open((made + ".lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600)) {
+        flock(file, LOCK_EX);
+    }
+    ~Turn() { close(file); }
+    const int file;
+};
+
 // Whether a line includes a header, or is empty.
 bool includes(const std::string& line) {
     const auto first = line.find_first_not_of(" \t\r");
@@ -69,6 +80,7 @@ bool includes(const std::string& line) {
 std::string header(const std::string& lines, const std::string& flags, const std::string& work) {
     const std::string name = "/head-" + std::to_string(std::hash<std::string>()(lines + flags)) + ".hpp";
     const std::string made = folder() + name, mine = work + name;
+    const Turn turn(made);
     if (access((made + ".gch").c_str(), R_OK)) {
         write(mine, "#include \"device_code.hpp\"\n" + lines);
         const std::string command = "g++ -x c++-header" + flags + " " + quoted(mine) + " -o " + quoted(mine + ".gch");
@@ -79,16 +91,30 @@ std::string header(const std::string& lines, const std::string& flags, const std
     return made;
 }
 
+// What is loaded as a kernel's machine code.
+std::string image_of(const std::string& file) {
+    const std::string library = read(file);
+    char size[24];
+    std::snprintf(size, sizeof size, "STANDIN%016zu", library.size());
+    return size + library;
+}
+
 // Compile; the log is what g++ says.
 bool compile(Program& program, const std::vector<std::string>& options) {
-    std::string work = folder() + "/work-XXXXXX";
-    if (!mkdtemp(&work[0])) return false;
-    const std::string base = work + "/kernel", log = work + "/log";
     std::string flags = FLAGS + ("-I" + quoted(folder()));
     for (const auto& each : options) {
         if (each.rfind("-I", 0) == 0 || each.rfind("-D", 0) == 0) flags += " " + quoted(each);
         if (each.rfind("--include-path=", 0) == 0) flags += " " + quoted("-I" + each.substr(15));
     }
+    const std::string made = folder() + "/kernel-" + std::to_string(std::hash<std::string>()(program.source + flags));
+    const Turn turn(made);
+    if (!access(made.c_str(), R_OK)) {
+        program.image = image_of(made);
+        return true;
+    }
+    std::string work = folder() + "/work-XXXXXX";
+    if (!mkdtemp(&work[0])) return false;
+    const std::string base = work + "/kernel", log = work + "/log";
     std::istringstream source(translated(program.source));
     std::string head, body, own, line;
     while (std::getline(source, line)) {
@@ -114,10 +140,8 @@ bool compile(Program& program, const std::vector<std::string>& options) {
     is_right = is_right && run(whole + " " + quoted(base + ".cpp") + " -o " + quoted(base + ".so"), log);
     program.log = read(log);
     if (is_right) {
-        const std::string library = read(base + ".so");
-        char size[24];
-        std::snprintf(size, sizeof size, "STANDIN%016zu", library.size());
-        program.image = size + library;
+        std::rename((base + ".so").c_str(), made.c_str());
+        program.image = image_of(made);
     } else if (const char* keep = std::getenv("STANDIN_KEEP")) {
         write(std::string(keep) + "/" + std::to_string(getpid()) + "-" + std::to_string(std::rand()) + ".cu",
               program.source + "\n/*\n" + program.log + "\n" + flags + "*/\n");

@@ -130,32 +130,6 @@ def test_fully_shard_in_mixed_precision_and_clipped(dtype: Any) -> None:
     close(gradients(model), expected, tolerance)
 
 
-def test_the_older_fsdp_shards_and_clips() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
-    loss_of(model, MINE).backward()
-    norm, expected = norm_alone()
-    torch.testing.assert_close(model.clip_grad_norm_(0.01), norm)
-    total = torch.as_tensor(sum(each.grad.square().sum() for each in model.parameters() if each.grad is not None))
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, sum(each.square().sum() for each in expected))
-
-
-def test_a_sharded_optimizers_state_comes_together() -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = DDP(network())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-    loss_of(model, MINE).backward()
-    optimizer.step()
-    optimizer.consolidate_state_dict(to=SIZE - 1)
-    if RANK == SIZE - 1:
-        state = optimizer.state_dict()["state"]
-        assert len(state) == 4
-        torch.testing.assert_close(state[0]["exp_avg"], alone()[0] * 0.1)
-
-
 # ------------------------------------------------------------------------------------------- DTensor, parts of models
 
 

@@ -285,26 +285,21 @@ def test_a_group_has_its_methods_by_the_names_of_all_versions(group: Any) -> Non
     """Libraries call them without torch.distributed in between."""
     ours = group._get_backend(torch.device("cpu"))
     mine, all_rows = of(RANK), torch.cat([of(rank) for rank in range(SIZE)])
-    for name in ("all_gather_single", "_allgather_base"):
-        together = torch.empty(SIZE * 2, 3)
-        getattr(ours, name)(together, mine).wait()
-        assert torch.equal(together, all_rows)
-    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
-        found = [torch.empty(SIZE * 2, 3) for _ in "ab"]
-        getattr(ours, name)(found, [mine, -mine]).wait()
-        assert torch.equal(torch.stack(found), torch.stack([all_rows, -all_rows]))
-    found = [[torch.empty(2, 3) for _ in "ab"] for _ in range(SIZE)]
-    ours.allgather_coalesced(found, [mine, -mine]).wait()
-    assert all(torch.equal(two[1], -of(rank)) for rank, two in enumerate(found))
-    sums = SIZE * all_rows.chunk(SIZE)[RANK]
-    for name in ("reduce_scatter_single", "_reduce_scatter_base"):
-        part = torch.empty(2, 3)
-        getattr(ours, name)(part, all_rows).wait()
-        assert torch.equal(part, sums)
-    for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
-        parts = [torch.empty(2, 3) for _ in "ab"]
-        getattr(ours, name)(parts, [all_rows, -all_rows]).wait()
-        assert torch.equal(torch.stack(parts), torch.stack([sums, -sums]))
+    rows, wholes = [mine, -mine], [all_rows, -all_rows]
+    parts = [SIZE * whole.chunk(SIZE)[RANK] for whole in wholes]
+    gathers = "all_gather_single _allgather_base all_gather_single_coalesced allgather_into_tensor_coalesced"
+    reductions = (
+        "reduce_scatter_single _reduce_scatter_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced"
+    )
+    for names, given, wanted in ((gathers, rows, wholes), (reductions, wholes, parts)):
+        for name in names.split():
+            found = [torch.empty_like(each) for each in wanted]
+            for pair in [(found, given)] if name.endswith("coalesced") else zip(found, given, strict=True):
+                getattr(ours, name)(*pair).wait()
+            assert torch.equal(torch.stack(found), torch.stack(wanted))
+    columns = [[torch.empty(2, 3) for _ in "ab"] for _ in range(SIZE)]
+    ours.allgather_coalesced(columns, [mine, -mine]).wait()
+    assert all(torch.equal(two[1], -of(rank)) for rank, two in enumerate(columns))
     for name in ("all_to_all_single", "alltoall_base"):
         got = torch.empty(SIZE)
         getattr(ours, name)(got, torch.full((SIZE,), float(RANK)), [], []).wait()

@@ -16,7 +16,6 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
 import mpistrategy as ms
 from mpistrategy.errors import (
     CollectiveMismatchError,
-    ContextError,
     DTypeError,
     OptionTypeError,
     ReduceOpError,
@@ -234,12 +233,6 @@ def test_ranks_that_wait_having_started_unequally_many_are_told(apart: ms.Strate
     assert still_works(apart)
 
 
-def test_outside_a_step_it_is_refused_at_once(placed: ms.Strategy) -> None:
-    kept = placed.run(context)
-    with placed.scope(), pytest.raises(ContextError):
-        kept.all_reduce_async("SUM", 1.0)
-
-
 # ------------------------------------------------------------------------------------------------- ends
 
 
@@ -280,15 +273,6 @@ def test_without_threads_in_the_mpi_it_is_done_at_once(monkeypatch: pytest.Monke
     assert handle.done()
     assert (handle.wait() == SIZE).all()
     strategy.close()
-
-
-def test_alone_and_simulated() -> None:
-    def program() -> Any:
-        strategy = ms.MirroredStrategy()
-        return started(strategy, "SUM", 1.5).wait()
-
-    assert ms.testing.run_replicas(program, 3, nodes=[0, 0, 1]) == [4.5] * 3
-    assert started(ms.OneDeviceStrategy("CPU:0"), "MEAN", 1.5).wait() == 1.5
 
 
 PROGRAM = """

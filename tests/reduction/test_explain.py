@@ -236,11 +236,7 @@ def test_equal_layouts_give_equal_bits(table: str, place: str) -> None:
         with strategy_of(place, replace(TABLES[table], source=f"run {number}")) as strategy:
             results = sums(strategy)
             layouts.append(strategy.layout())
-            with strategy.scope():
-                variables = [ms.Variable(np.zeros(size, np.float32)) for size in (70_001, 3, 1100, 20_011)]
-                optimizer = ms.optimizers.SGD()
-            buckets = optimizer.gradient_buckets(variables, bytes_per_bucket=4096)
-            runs.append(([each.tobytes() for each in results], [bucket.members for bucket in buckets._buckets]))
+            runs.append([each.tobytes() for each in results])
         assert same_everywhere(results)
         assert layouts[number].pop("source") == f"run {number}"
     assert runs[0] == runs[1]

@@ -12,7 +12,7 @@ from typing import Any
 import gpu_here
 import numpy as np
 import pytest
-from replicas import SIZE, context, in_step
+from replicas import SIZE, in_step
 
 import mpistrategy as ms
 from mpistrategy.options import GPU_PATH
@@ -67,19 +67,6 @@ def test_a_list_takes_its_results_and_a_copy(cupy: Any, strategy: Any, op: str, 
     assert peak(cupy, reduce) <= 3 * NBYTES + SCRATCH
     for number, each in enumerate(found):
         assert set(each.get().tolist()) == {number * (SIZE if op == "SUM" else 1)}
-
-
-def test_what_goes_on_beside_computation_takes_no_more(cupy: Any, strategy: Any) -> None:
-    arrays, found = given(cupy, "float16"), []
-
-    def reduce() -> None:
-        found.clear()
-        handles = [strategy.run(lambda a=a: context().all_reduce_async("MEAN", a)) for a in arrays]
-        found.extend(handle.wait() for handle in handles)
-
-    assert peak(cupy, reduce) <= 3 * NBYTES + SCRATCH
-    for number, each in enumerate(found):
-        assert set(each.get().tolist()) == {number}
 
 
 def test_what_is_its_own_result_takes_a_copy(cupy: Any, strategy: Any) -> None:

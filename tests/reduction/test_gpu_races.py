@@ -46,11 +46,3 @@ def wrong_sums(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch, iterations
 @pytest.mark.parametrize("path", gpu_here.PATHS)
 def test_sums_of_what_slow_kernels_write_are_right(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong_sums(cupy, path, monkeypatch, ITERATIONS) == 0
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
-@pytest.mark.parametrize("path", [path for path in gpu_here.PATHS if path != "nccl"])
-def test_where_the_host_waits_for_no_event_they_are_wrong(cupy: Any, path: str, monkeypatch: Any) -> None:
-    """The test above can fail."""
-    monkeypatch.setattr(cupy.cuda.Event, "synchronize", lambda self: None)
-    assert wrong_sums(cupy, path, monkeypatch, ITERATIONS // 8) > 0

@@ -102,6 +102,9 @@ def test_broadcasts_and_gathers(cupy: Any, path: str) -> None:
             found, moved = bytes_to_host(lambda a=axis, b=block: in_step(strategy, lambda c: c.all_gather(b, a)))
             right = np.concatenate([value(rank, "float32", shapes[rank]) for rank in RANKS], axis)
             assert is_right(path, found, right, moved)
+        rows_of_all = cupy.asarray(value(0, "float32", (SIZE, 3)))
+        found, moved = bytes_to_host(lambda: in_step(strategy, lambda c: c.reduce_scatter("SUM", rows_of_all)))
+        assert is_right(path, found, SIZE * value(0, "float32", (SIZE, 3))[RANK : RANK + 1], moved)
 
 
 def test_sparse_gradients(cupy: Any, path: str) -> None:
@@ -143,26 +146,6 @@ def test_variables(cupy: Any, path: str) -> None:
         assert is_right(path, total.local_view, sum(value(rank) + 1 for rank in RANKS), moved)
         _, moved = bytes_to_host(lambda: ms.Variable(new, aggregation="SUM"))
         assert path == "staged" or moved == 0
-
-
-@pytest.mark.parametrize("method", ["scatter_add", "scatter_sub", "scatter_max", "scatter_update"])
-def test_rows_written_into_a_variable(cupy: Any, path: str, method: str) -> None:
-    """The rows that are written go through the host, with their indices; the others do not."""
-    indices = np.array([3, 1, 3, 8, 3, 1])
-    slices = value(0, "float32", (6, 64)) / np.float32(3)
-    expected = value(1, "float32", (9, 64))
-    for _ in range(2):
-        if method == "scatter_update":
-            expected[indices] = slices
-        else:
-            ufunc = {"scatter_add": np.add, "scatter_sub": np.subtract, "scatter_max": np.maximum}[method]
-            ufunc.at(expected, indices, slices)
-    with made(path) as strategy, strategy.scope():
-        var = ms.Variable(value(1, "float32", (9, 64)), aggregation="ONLY_FIRST_REPLICA")
-        mine = ms.IndexedSlices(cupy.asarray(slices), cupy.asarray(indices))
-        _, moved = bytes_to_host(lambda: in_step(strategy, lambda c: getattr(var, method)(mine)))
-        assert var.local_view.get().tobytes() == expected.tobytes()
-        assert path == "staged" or moved <= 2 * (indices.nbytes + slices.nbytes)
 
 
 def test_a_checkpoint_is_restored_without_reading_what_is_there(cupy: Any, path: str, tmp_path: Path) -> None:

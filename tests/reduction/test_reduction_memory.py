@@ -78,7 +78,6 @@ for algorithm in ALGORITHMS:
 
 
 @pytest.mark.slow
-@pytest.mark.each_mpi
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_integers_of_8_and_16_bits_take_twice_the_array_at_most(
     launch: Callable[..., launching.Finished], nodes: int

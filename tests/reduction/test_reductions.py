@@ -121,16 +121,16 @@ def test_along_axes_whose_lengths_differ(
     assert same_everywhere(found)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
-def test_a_mean_of_short_integers_does_not_wrap(strategy: ms.Strategy, dtype: str) -> None:
-    values = np.full((400, 2), 120, dtype)
+@pytest.mark.parametrize(("dtype", "value"), [("int8", 120), ("uint8", 120), ("int16", 120), ("float16", 60000)])
+def test_a_mean_of_short_numbers_does_not_wrap(strategy: ms.Strategy, dtype: str, value: float) -> None:
+    values = np.full((400, 2), value, dtype)
     for found in (
         strategy.reduce("MEAN", values, axis=0),
         strategy.reduce("MEAN", values)[0],
         strategy.reduce("MEAN", values[0], weight=3),
         all_reduce(strategy, "MEAN", values[0]),
     ):
-        np.testing.assert_allclose(found, [120, 120], rtol=1e-6)
+        np.testing.assert_allclose(found, [value, value], rtol=1e-6)
 
 
 # ------------------------------------------------------------------------------------- destinations, rows
@@ -185,15 +185,6 @@ def gradients(strategy: ms.Strategy, mine: Array) -> Any:
     return -variable.numpy()
 
 
-def assigned(strategy: ms.Strategy, mine: Array) -> Any:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(mine.shape, np.float32), aggregation="SUM")
-    strategy.run(lambda: variable.assign(mine))
-    strategy.run(lambda: variable.assign_sub(mine))
-    strategy.run(lambda: variable.assign_add(mine))
-    return variable
-
-
 def scattered(strategy: ms.Strategy, mine: Array) -> Any:
     with strategy.scope():
         variable = ms.Variable(np.zeros(mine.shape, np.float32), aggregation="SUM")
@@ -205,22 +196,7 @@ def sparse(strategy: ms.Strategy, mine: Array) -> Any:
     return all_reduce(strategy, "SUM", ms.IndexedSlices(mine, odd(np.arange(len(mine))), mine.shape)).to_dense()
 
 
-def buckets(strategy: ms.Strategy, mine: Array) -> Any:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(mine.shape, np.float32))
-    optimizer = ms.optimizers.SGD(1.0)
-    parts = optimizer.gradient_buckets([variable])
-
-    def step() -> None:
-        parts.values[0][...] = mine
-        parts.ready(0)
-        optimizer.apply_gradients(parts)
-
-    strategy.run(step)
-    return -variable.numpy()
-
-
-@pytest.mark.parametrize(("name", "ask"), rows(1, STRATEGIES, (gradients, assigned, scattered, sparse, buckets)))
+@pytest.mark.parametrize(("name", "ask"), rows(1, STRATEGIES, (gradients, scattered, sparse)))
 def test_unaligned_arrays_of_one_rank(strategies: dict[str, ms.Strategy], name: str, ask: Any) -> None:
     for size in (3, 5000, 80_000):
         found = np.asarray(ask(strategies[name], odd(np.full((size, 2), RANK + 1, np.float32))))
@@ -262,13 +238,6 @@ def test_overflow_underflow_and_what_is_no_number_do_not_warn(
                 all_reduce(strategy, op, np.full(shape, small, dtype), out=value.copy())
         total = all_reduce(strategy, "SUM", np.full(shape, np.inf if RANK else -np.inf, dtype))
         assert np.isnan(np.asarray(total, np.float32)).all()
-
-
-def test_a_mean_that_fits_does_not_overflow(strategy: ms.Strategy) -> None:
-    value = np.full(3, 60000.0, np.float16)
-    np.testing.assert_array_equal(strategy.reduce("MEAN", value), value)
-    assert strategy.reduce("MEAN", value, axis=0) == value[0]
-    assert np.isinf(strategy.reduce("SUM", value)).all() == (SIZE > 1)
 
 
 # ------------------------------------------------------------------------------------- what is given

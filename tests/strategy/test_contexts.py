@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
@@ -53,20 +53,8 @@ def in_scope(strategy: ms.Strategy, call: Callable[[], Any]) -> Any:
 
 def in_thread(call: Callable[[], Any]) -> Any:
     """Call in a thread of its own, and hand on what it returned or raised."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(results[0], Exception):
-        raise results[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
 
 
 Column = Callable[[ms.Strategy, ms.Strategy, ms.Variable, Callable[[], Any]], Any]

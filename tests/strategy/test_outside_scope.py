@@ -9,7 +9,6 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from replicas import RANK
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -55,16 +54,6 @@ def test_what_belongs_to_one_rank_warns(strategy: ms.Strategy, what: str) -> Non
     with pytest.warns(errors.OutsideStepWarning, match=f"^{what} was .*this rank's own.*OneDeviceStrategy") as caught:
         WARNED[what]()
     assert [warning.filename for warning in caught] == [__file__]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_checkpoint_of_this_rank_alone_is_one_of_its_variables(strategy: ms.Strategy, tmp_path: Path) -> None:
-    with ms.OneDeviceStrategy().scope():
-        own = ms.Variable(float(RANK))
-    checkpoint = ms.Checkpoint(own=own)
-    assert checkpoint.strategy is own.strategy
-    checkpoint.save(tmp_path / "c")
-    assert ms.Checkpoint.arrays(tmp_path / "c")["own"] == RANK
 
 
 # Lines of each rank: what came of a call.

@@ -84,15 +84,6 @@ def test_pickling_says_what_to_send_instead(strategy: ms.MirroredStrategy, what:
         thing.wait()
 
 
-def test_what_could_be_copied_still_can(strategy: ms.MirroredStrategy) -> None:
-    other = copy.deepcopy(strategy)
-    assert other.num_replicas_in_sync == strategy.num_replicas_in_sync
-    with other.scope():
-        variable = ms.Variable(np.ones(2))
-    other.run(lambda: ms.optimizers.SGD(0.25).apply_gradients([(np.full(2, float(RANK == 0)), variable)]))
-    assert variable.numpy().tolist() == [0.75, 0.75]
-
-
 @pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])
 def test_what_is_plain_data_is_pickled(strategy: ms.MirroredStrategy, copied: Callable[[Any], Any]) -> None:
     value = strategy.experimental_distribute_values_from_function(lambda c: np.arange(2))

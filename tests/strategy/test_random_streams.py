@@ -66,16 +66,6 @@ def test_numbered_streams_differ_and_are_equal_everywhere(strategy: ms.Strategy,
     assert len(set(gather_texts(str(drawn)))) == 1
 
 
-def test_noise_by_row_does_not_depend_on_who_has_the_row(strategy: ms.Strategy) -> None:
-    rows = np.arange(11)
-    part = np.array_split(rows, SIZE)[RANK]
-    streams = strategy.rng(5)
-    noise = np.array([streams.at(2, row).standard_normal(3) for row in part]).reshape(-1, 3)
-    together = strategy.gather(noise, 0)
-    alone = ms.OneDeviceStrategy().rng(5)
-    np.testing.assert_array_equal(together, [alone.at(2, row).standard_normal(3) for row in rows])
-
-
 BAD: dict[str, tuple[Any, type[Exception]]] = {
     "negative": (-1, errors.OptionError),
     "float": (1.0, errors.OptionTypeError),

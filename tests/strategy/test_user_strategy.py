@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,7 +57,6 @@ class Watched(ms.Strategy):
 
     def __init__(self, other: ms.Strategy) -> None:
         super().__init__(WatchedExtended(self, other.extended.communicator))
-        self.notes = ["made"]
 
 
 @pytest.fixture(scope="module")
@@ -91,20 +89,6 @@ def train(strategy: ms.Strategy, steps: int) -> np.ndarray[Any, Any]:
 
 
 class TestAlone:
-    def test_it_is_a_strategy_of_one(self) -> None:
-        strategy = Alone()
-        assert strategy.num_replicas_in_sync == 1
-        with strategy.scope():
-            assert ms.get_strategy() is strategy
-            assert ms.has_strategy()
-            variable = ms.Variable(1.0, aggregation="SUM")
-        assert strategy.extended.variable_created_in_scope(variable)
-        total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 5.0))
-        assert total == 5.0
-        strategy.run(lambda: variable.assign_add(2.0))
-        assert float(variable) == 3.0
-        assert strategy.reduce("MEAN", np.arange(4.0), axis=0) == 1.5
-
     def test_it_trains_like_one_device(self) -> None:
         assert np.array_equal(train(Alone(), 3), train(ms.OneDeviceStrategy("CPU:0"), 3))
 
@@ -131,31 +115,8 @@ class TestOnAllRanks:
         assert strategy.extended.variable_created_in_scope(variable)
         assert not mirrored.extended.variable_created_in_scope(variable)
 
-    def test_it_can_be_copied(self, mirrored: ms.MirroredStrategy) -> None:
-        strategy = Watched(mirrored)
-        strategy.run(int)
-        copied = copy.deepcopy(strategy)
-        copied.run(int)
-        assert type(copied) is Watched
-        assert (strategy.extended.steps, copied.extended.steps) == (1, 2)
-        assert copied.notes == ["made"]
-        assert copied.notes is not strategy.notes
-        with copied.scope():
-            assert ms.get_strategy() is copied
-        assert copied.run(lambda: ms.get_replica_context().strategy) is copied
-        assert copied.reduce("SUM", 1.0) == SIZE
-
 
 class TestContextsMadeByHand:
-    def test_one_puts_the_thread_into_replica_context(self, mirrored: ms.MirroredStrategy) -> None:
-        with ms.ReplicaContext(mirrored, replica_id_in_sync_group=RANK) as context:
-            assert ms.get_replica_context() is context
-            assert not ms.in_cross_replica_context()
-            assert (context.strategy, context.replica_id_in_sync_group) == (mirrored, RANK)
-            assert context.all_reduce("SUM", RANK + 1) == SIZE * (SIZE + 1) / 2
-            assert context.merge_call(lambda strategy: ms.in_cross_replica_context())
-        assert ms.get_replica_context() is not context
-
     def test_a_strategy_can_run_its_steps_in_contexts_of_its_own(self, mirrored: ms.MirroredStrategy) -> None:
         class Numbered(ms.ReplicaContext):
             """A context that tells the step which step it is."""

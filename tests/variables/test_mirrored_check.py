@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from mpistrategy.arrays import digests
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
-from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -46,7 +44,8 @@ def model(strategy: ms.Strategy) -> list[ms.Variable]:
     dtypes: list[Any] = ["float32", "float64", "int8", "bool", "complex64", BFLOAT16, "float16", "longdouble"]
     with strategy.scope():
         made = [ms.Variable(np.ones((3, n % 3 + 1), dtype), name=f"v{n}") for n, dtype in enumerate(dtypes)]
-        return [*made, ms.Variable(np.ones((700, 300)), name="large"), ms.Variable(np.float32(1), name="scalar")]
+        special = ms.Variable(np.array([0.0, np.nan]), name="special")
+        return [*made, ms.Variable(np.ones((700, 300)), name="large"), ms.Variable(np.float32(1)), special]
 
 
 def of_this_rank(value: float) -> ms.Variable:
@@ -77,7 +76,7 @@ def told_everywhere(check: Callable[[], None]) -> str:
 @several
 @settings(max_examples=part_of(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    which=st.integers(0, 9), place=st.floats(0, 1, exclude_max=True), rank=st.integers(0, SIZE - 1), all_=st.booleans()
+    which=st.integers(0, 10), place=st.floats(0, 1, exclude_max=True), rank=st.integers(0, SIZE - 1), all_=st.booleans()
 )
 def test_one_flipped_bit_is_found(
     strategy: ms.Strategy, model: list[ms.Variable], which: int, place: float, rank: int, all_: bool
@@ -121,19 +120,6 @@ def test_padding_does_not_count(dtype: Any) -> None:
         for part in [array] if array.dtype.names is None else [array[name] for name in array.dtype.names]:
             part[...] = 1
     assert digests.digest(memory[0]) == digests.digest(memory[1])
-
-
-@several
-def test_signs_of_zeros_and_payloads_of_nans_count(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        var = ms.Variable(np.array([0.0, np.nan]))
-    strategy.assert_mirrored(var)
-    for byte, bit in ((7, 0x80), (8, 1)):
-        memory = storage_of(var)
-        memory[byte] ^= bit if RANK == 0 else 0
-        told_everywhere(lambda: strategy.assert_mirrored(var))
-        memory[byte] ^= bit if RANK == 0 else 0
-    strategy.assert_mirrored(var)
 
 
 @several
@@ -264,35 +250,14 @@ def test_what_some_ranks_have_collected_is_left_out(strategy: ms.Strategy) -> No
         del var
         assert watched() is None, "the list of variables keeps none alive"
     strategy.assert_mirrored()
-    twin = copy.deepcopy(strategy)  # has variables of its own
     flip(strategy, kept, 9, (SIZE - 1,))
-    twin.assert_mirrored()
     if SIZE > 1:
         with pytest.raises(errors.ReplicasDivergedError) as raised:
             strategy.assert_mirrored()
         (text,) = set(gather_texts("\n".join(str(raised.value).splitlines()[1:])))  # but for the counts
         assert "kept" in text
         assert "gone here" not in text
-
-
-def test_on_simulated_replicas() -> None:
-    if SIZE > 1:
-        pytest.skip("runs in the session on 1 rank")
-
-    def program() -> str:
-        strategy = ms.MirroredStrategy()
-        me = strategy.replica_id_in_sync_group
-        with strategy.scope():
-            var = ms.Variable(np.zeros(3), name="v")
-        strategy.assert_mirrored()
-        var.assign(np.full(3, float(me == 1)))  # local, in cross-replica context: the ranks drift apart
-        with pytest.raises(errors.ReplicasDivergedError) as raised:
-            strategy.assert_mirrored()
-        return str(raised.value)
-
-    texts = run_replicas(program, 3)
-    assert len(set(texts)) == 1
-    assert "v (variable 0) float64[3]: rank 1 differs from ranks 0, 2" in texts[0]
+    flip(strategy, kept, 9, (SIZE - 1,))
 
 
 # ------------------------------------------------------------------------------------------- in training
@@ -307,7 +272,7 @@ SHAPES: list[tuple[tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize(("name", "path"), rows(2, OPTIMIZERS, ["usual", "plain", "buckets"]))
-def test_a_hundred_steps_give_no_alarm(strategy: ms.Strategy, two_nodes: ms.Strategy, name: str, path: str) -> None:
+def test_checked_steps_give_no_alarm(strategy: ms.Strategy, two_nodes: ms.Strategy, name: str, path: str) -> None:
     where = two_nodes if path == "buckets" else strategy
     with where.scope():
         variables = [ms.Variable(np.linspace(-1, 1, int(np.prod(s)), dtype=d).reshape(s)) for s, d in SHAPES]
@@ -326,7 +291,7 @@ def test_a_hundred_steps_give_no_alarm(strategy: ms.Strategy, two_nodes: ms.Stra
             optimizer.apply_gradients(buckets)
         own.assign_add(np.full(2, float(RANK)))
 
-    for _ in range(100):
+    for _ in range(10):
         where.run(step)
     where.assert_mirrored()
 

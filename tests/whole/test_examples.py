@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import launching
-import numpy as np
 import pytest
-from replicas import long_lane
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.slow]
 
@@ -21,25 +18,10 @@ EXAMPLES = SCRIPTS / "examples"
 Launch = Callable[..., launching.Finished]
 
 
-@long_lane
-def test_digits_are_learnt(launch: Launch, tmp_path: Path) -> None:
-    reports = []
-    for ranks in (1, 3):
-        job = launch(ranks, [EXAMPLES / "train_digits.py", "--json", "report.json"], cwd=tmp_path).check()
-        assert f"trained 20 epochs on {ranks} replica" in job.stdout
-        assert job.stdout.count("epoch  20: loss") == 1, job  # replica 0 alone tells
-        reports.append(json.loads((tmp_path / "report.json").read_text()))
-    # The sums differ in their last bit with the number of ranks; training carries that on for 460 steps.
-    np.testing.assert_allclose(reports[1]["history"], reports[0]["history"], rtol=1e-9)
-    np.testing.assert_allclose(reports[1]["loss"], reports[0]["loss"], rtol=1e-9)
-    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-@pytest.mark.each_mpi
 def test_conjugate_gradients_solve_on_any_number_of_ranks(launch: Launch) -> None:
     for ranks in (1, 3):
-        printed = launch(ranks, [EXAMPLES / "conjugate_gradient.py", "3000", "80"]).check().stdout
-        residual, middle = re.findall(r"residual ([\d.e-]+), x\[1500\] = ([\d.]+)", printed)[0]
+        printed = launch(ranks, [EXAMPLES / "conjugate_gradient.py", "600", "80"]).check().stdout
+        residual, middle = re.findall(r"residual ([\d.e-]+), x\[300\] = ([\d.]+)", printed)[0]
         assert float(residual) < 1e-8
         assert middle == "10.000000000", "far from the borders 2.1 x - x - x = 1"
 

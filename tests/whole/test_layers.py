@@ -44,7 +44,7 @@ FLOORS = {
 #: The same within the two largest folders.
 ORDER = {
     "mpi": "contract tuning shared_memory watchdog job interface multi_node,gpu faults over_mpi,over_threads",
-    "reduction": "layout routes inputs plan weights reducer collectives arena",
+    "reduction": "transfer routes inputs plan reducer collectives arena",
 }
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at
 # ranks on which the library refuses to start.
@@ -54,7 +54,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.messages",
     "mpistrategy.mpi.job.abort",
     "mpistrategy.mpi.job.world",
-    "mpistrategy.mpi.job.start",
+    "mpistrategy.mpi.job.launcher",
     "mpistrategy.mpi.gpu.loaded_mpi",
     "mpistrategy.cli.ranks",
 )

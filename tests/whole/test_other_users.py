@@ -72,23 +72,6 @@ def made(value: float = 1.0) -> tuple[ms.Variable, ms.Checkpoint]:
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-@as_root
-def test_another_users_lock_is_not_taken(open_folder: Path) -> None:
-    (open_folder / ".lock").touch(0o600)
-
-    def save() -> str:
-        try:
-            ms.CheckpointManager(made()[1], open_folder).save(1)
-        except errors.CheckpointError as error:
-            return f"{type(error).__name__}: {error}"
-        return "saved"
-
-    said = by_another_user(save)
-    assert said.startswith("CheckpointWriteError")
-    assert f"Permission denied (EACCES) at {str(open_folder / '.lock')!r}" in said
-    assert os.listdir(open_folder) == [".lock"]
-
-
 @pytest.mark.parametrize("what", [Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_lock_is_refused(tmp_path: Path, what: Callable[[Path], object]) -> None:
     _, checkpoint = made()
@@ -234,8 +217,11 @@ def test_thresholds_that_are_no_own_small_file(open_folder: Path, monkeypatch: p
     assert time.monotonic() - began < 1
 
 
-@other_files
-def test_recordings_that_are_no_own_small_file(open_folder: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    "what",
+    ["a pipe", "a folder", "a link to a device", "a link to a file", pytest.param("another user's", marks=as_root)],
+)
+def test_recordings_that_are_no_own_file(open_folder: Path, what: str) -> None:
     OTHERS[what](open_folder / "rank-0.json")
     began = time.monotonic()
     with pytest.raises(errors.TraceError, match=r"rank-0\.json"):

@@ -15,12 +15,6 @@ from mpistrategy.objects.text import printable
 pytestmark = pytest.mark.one_rank
 
 
-@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/full", "/dev/tty"])
-def test_devices_are_not_read(device: str) -> None:
-    with pytest.raises(OSError):  # noqa: PT011  # of whatever kind the system has
-        own_files.read(device, 100)
-
-
 def test_an_own_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(100))
     assert own_files.read(str(tmp_path / "x"), 100) == bytes(100)

@@ -39,12 +39,6 @@ def is_run_by_a_command(program: pages.Block) -> bool:
     return any(program.file in console.source for console in consoles) and not shown_by(program)
 
 
-def test_there_is_enough_to_run() -> None:
-    assert len(PROGRAMS) >= 8
-    assert len(EXAMPLES) >= 15
-    assert {block.kind for block in BLOCKS} <= {"python", "text", "console", "toml"}
-
-
 @pytest.mark.parametrize(
     "program",
     [program for program in PROGRAMS if not is_run_by_a_command(program)],
@@ -138,10 +132,3 @@ def test_files_that_are_named_exist() -> None:
 def test_no_index_has_this_package_yet() -> None:
     """Installing it by name is not what a page may tell to do."""
     assert not [page for page, text in pages.TEXTS.items() if re.search(r"pip install '?mpistrategy", text)]
-
-
-def test_the_words_of_tf_distribute_are_explained() -> None:
-    words = pages.TEXTS["concepts"].partition("## Words")[2].partition("\n## ")[0]
-    explained = "".join(re.findall(r"^\| ([^|]+) \|", words, flags=re.MULTILINE))
-    wanted = ("replica", "cross-replica", "update context", "mirrored", "per-replica", "ON_READ", "destination")
-    assert [word for word in wanted if word not in explained] == []

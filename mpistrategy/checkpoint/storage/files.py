@@ -2,6 +2,10 @@
 
 New files and folders are created exclusively.  In a setgid folder the group may read them, too, if the umask permits.
 A symbolic link in the place of a checkpoint or of one of its files is refused.
+
+A folder that is being written is locked, and so is a folder of checkpoints, into which one job at a time saves: by a
+POSIX lock on a file that only its user can open.  A forked child does not share it.  Within one process such a lock is
+always granted, so this module remembers which locks the process holds.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 from mpistrategy import own_files
-from mpistrategy.checkpoint.storage.lock import Lock
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointMissingError,
     CheckpointReadError,
     CheckpointWriteError,
@@ -31,6 +35,11 @@ from mpistrategy.mpi.watchdog import watchdog
 #: Called before each change to the file system, with the operation and the name; tests end the process or raise there.
 watcher: Callable[[str, str], None] | None = None
 
+#: What file systems without locks say.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+#: The processes and the files that they have locked by `OneWriter`.
+_locked: set[tuple[int, str]] = set()
 #: What makes the name of a new folder unique.
 TOKEN = "[0-9a-f]{16}"
 #: Files are written and read in pieces of so many bytes.
@@ -99,6 +108,12 @@ def _before(operation: str, name: str) -> None:
         watcher(operation, name)
 
 
+def change(do: Callable[..., object], *paths: str) -> None:
+    """Remove or rename what is at some paths.  A new name must be free, or an empty folder."""
+    _before(do.__name__, " -> ".join(map(os.path.basename, paths)))
+    do(*paths)
+
+
 def new_folder(prefix: str) -> str:
     """Make a folder, whose path begins with `prefix` and is unique; return its path."""
     path = f"{prefix}{secrets.token_hex(8)}"
@@ -127,12 +142,6 @@ def write(path: str, pieces: Iterable[Any]) -> tuple[int, str]:
     return size, checksum.hexdigest()
 
 
-def unlink(path: str) -> None:
-    """Remove a file."""
-    _before("unlink", os.path.basename(path))
-    os.unlink(path)
-
-
 def sync(folder: str) -> None:
     """Sync the names in a folder to the disk."""
     _before("fsync", os.path.basename(folder))
@@ -146,10 +155,83 @@ def sync(folder: str) -> None:
         os.close(descriptor)
 
 
-def rename(old: str, new: str) -> None:
-    """Rename a folder; the new name must be free, or an empty folder."""
-    _before("rename", f"{os.path.basename(old)} -> {os.path.basename(new)}")
-    os.rename(old, new)
+# ------------------------------------------------------------------------------------------------ locks
+
+
+class Lock:
+    """An open file or folder that is locked until it is closed or the process ends.
+
+    Args:
+        path: the folder or file.
+        flags: of os.open.
+        take: `fcntl.lockf`; None: `fcntl.flock`.
+
+    Attributes:
+        is_held: whether it is locked; False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: if another one holds the lock.
+        OSError: if it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        flags: int = os.O_RDONLY | os.O_DIRECTORY,
+        take: Callable[[int, int], object] | None = None,
+    ) -> None:
+        self._descriptor: int = os.open(path, flags | _FLAGS, 0o600)
+        self.is_held: bool = True
+        try:
+            (take or fcntl.flock)(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.is_held = False
+            if error.errno not in _NO_LOCKS:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Give the lock up, if it was not before."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class OneWriter(Lock):
+    """The lock of a folder of checkpoints: its file ``.lock``.
+
+    Args:
+        folder: the folder.
+
+    Attributes:
+        process: the process that has locked it.
+
+    Raises:
+        CheckpointExistsError: if another job or another manager of this process holds it.
+        OSError: if it cannot be opened: it is another user's, say.
+    """
+
+    def __init__(self, folder: str) -> None:
+        path = os.path.join(os.path.realpath(folder), ".lock")
+        self.process: int = os.getpid()
+        self._key = self.process, path
+        try:
+            if self._key in _locked:  # opening and closing the file would give up the lock that is there
+                raise BlockingIOError
+            super().__init__(path, os.O_RDWR | os.O_CREAT, fcntl.lockf)
+        except BlockingIOError as error:
+            raise CheckpointExistsError.at(
+                "CheckpointManager",
+                found=f"another job, or another manager of this one, that has locked {path!r}",
+                expected="one writer for a folder",
+                fix="Use a folder for each job, or close() the other manager first.",
+            ) from error
+        _locked.add(self._key)
+
+    def close(self) -> None:
+        """Give the lock up, if it was not before."""
+        super().close()
+        _locked.discard(self._key)
 
 
 # ------------------------------------------------------------------------------------------------ removing
@@ -167,22 +249,17 @@ def foreign(folder: str) -> str:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder and the files in it: the manifest first, without which nothing restores it.
+    """Remove a checkpoint: the manifest first, without which nothing restores it.
+
+    A link, and a folder with anything else in it, stays as it is.
 
     Raises:
-        OSError: if it cannot be removed, and for a link.
+        OSError: if it cannot be removed.
     """
-    if not is_folder(folder):
-        raise FileNotFoundError(errno.ENOENT, "no folder", folder)
-    for name in sorted(os.listdir(folder)):  # manifest.json comes before the shards
-        unlink(os.path.join(folder, name))
-    _before("rmdir", os.path.basename(folder))
-    os.rmdir(folder)
-
-
-def hold(folder: str) -> Lock:
-    """Lock a folder until the lock is closed or the process ends; BlockingIOError if another one holds it."""
-    return Lock(folder, os.O_RDONLY | os.O_DIRECTORY, fcntl.flock)
+    if is_folder(folder) and not foreign(folder):
+        for name in sorted(os.listdir(folder)):  # manifest.json comes before the shards
+            change(os.unlink, os.path.join(folder, name))
+        change(os.rmdir, folder)
 
 
 def sweep(folder: str, names: re.Pattern[str]) -> str:
@@ -194,13 +271,11 @@ def sweep(folder: str, names: re.Pattern[str]) -> str:
     for name in filter(names.fullmatch, sorted(os.listdir(folder))):
         path = os.path.join(folder, name)
         try:
-            with contextlib.closing(hold(path)) as lock:
+            with contextlib.closing(Lock(path)) as lock:
                 if lock.is_held:
                     remove(path)
-        except BlockingIOError:
-            locked = name
-        except OSError:
-            continue
+        except OSError as error:
+            locked = name if isinstance(error, BlockingIOError) else locked
     return locked
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,10 +105,6 @@ class Item:
             for number, shard in enumerate(self.shards)
         ]
 
-    def packed(self) -> list[Any]:
-        """Return it as JSON."""
-        return [self.kind, self.copies, self.dtype, self.shape, self.shards, self.keys, self.values]
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -117,7 +114,6 @@ class Manifest:
         ranks: how many ranks saved it.
         shards: its files.
         items: the items, by path.
-        names: the names of the objects.
         layout: `Strategy.layout()` of the job that wrote it.
         written_by: the version of this package.
     """
@@ -125,9 +121,13 @@ class Manifest:
     ranks: int
     shards: tuple[Shard, ...]
     items: dict[str, Item]
-    names: tuple[str, ...]
     layout: dict[str, Any] = field(default_factory=dict)
     written_by: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the objects."""
+        return [path for path in self.items if "/" not in path]
 
     @property
     def of_each_rank(self) -> dict[str, Item]:
@@ -147,9 +147,8 @@ class Manifest:
         """Return the bytes of the file."""
         body = {
             "ranks": self.ranks,
-            "shards": [[shard.nbytes, shard.checksum, shard.writer] for shard in self.shards],
-            "names": self.names,
-            "items": {path: item.packed() for path, item in self.items.items()},
+            "shards": [[*vars(shard).values()] for shard in self.shards],
+            "items": {path: [*vars(item).values()] for path, item in self.items.items()},
             "layout": self.layout,
             "written_by": self.written_by,
         }
@@ -165,13 +164,11 @@ def with_head(body: bytes) -> bytes:
 
 def is_checkpoint(folder: str) -> bool:
     """Return whether a folder has a manifest of this package's, of any version, and no files but a checkpoint's."""
-    try:
-        if not is_folder(folder) or foreign(folder):
-            return False
-        with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
-            return _HEAD.match(file.read(_LONGEST_HEAD)) is not None
-    except (CheckpointError, OSError):
-        return False
+    with suppress(CheckpointError, OSError):
+        if is_folder(folder) and not foreign(folder):
+            with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+                return _HEAD.match(file.read(_LONGEST_HEAD)) is not None
+    return False
 
 
 def read_text(folder: str) -> bytes:
@@ -204,7 +201,7 @@ def parse(data: bytes, where: str) -> Manifest:
         raise damaged(where, f"a manifest that contradicts itself ({str(error)[:80]})") from error
 
 
-def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, written_by: Any) -> Manifest:
+def _manifest(*, ranks: Any, shards: Any, items: Any, layout: Any, written_by: Any) -> Manifest:
     _require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
     for nbytes, checksum, writer in shards:
         _require(_is_count(nbytes, MOST_BYTES) and _is_count(writer, ranks - 1), "shards")
@@ -213,16 +210,15 @@ def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, w
     # A small file cannot speak of many ranks: the data of each rank take memory.
     least = ranks * _LEAST_OF_A_RANK if any(item.is_of_each_rank for item in checked.values()) else 0
     _require(least <= sum(nbytes for nbytes, _, _ in shards), "ranks")
-    _require(all(isinstance(name, str) and name in checked for name in names), "names")
-    _require(len(set(names)) == len(names) and isinstance(layout, dict), "names")
     _require(not any(path.startswith("_") for path, item in checked.items() if item.is_array), "paths")
-    _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
+    _require(all(path.rpartition("/")[0] in checked for path in checked if "/" in path), "paths")
+    _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
     files = tuple(Shard(*packed) for packed in shards)
-    return Manifest(ranks, files, checked, tuple(names), layout, printable(written_by, ""))
+    return Manifest(ranks, files, checked, layout, printable(written_by, ""))
 
 
 def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, keys: Any, values: Any) -> Item:
-    """Return the item of the values of `Item.packed`, in a checkpoint of so many shards."""
+    """Return the item of these values, in a checkpoint of so many shards."""
     _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
     _require(all(type(part) is list for part in (shape, shards, values, keys or [])) and len(values) <= 1, "lists")
     _require((kind == ROWS) == (copies == ROWS), "rows")

@@ -49,11 +49,6 @@ def piece_bytes_for(node_of: Sequence[int]) -> int:
     return min(PIECE_BYTES, max(most, _LEAST_PIECE_BYTES))
 
 
-def shared_bytes(node_of: Sequence[int]) -> int:
-    """Return how much memory each rank of a node with several shares, from the first use on."""
-    return segment_bytes(piece_bytes_for(node_of))
-
-
 def give_away(most: int, looks: int) -> None:
     """Give the core away before the next of `most` looks; nap before the later ones."""
     if looks < most:
@@ -85,7 +80,7 @@ class Lanes(Freed, Waiting):
     def __init__(self, communicator: Any) -> None:
         self.ranks: Any = communicator
         node_of = communicator.node_of
-        memory = communicator.shared(shared_bytes(node_of)) if communicator.has_lanes else None
+        memory = communicator.shared(segment_bytes(piece_bytes_for(node_of))) if communicator.has_lanes else None
         self.sees_node: bool = memory is not None and memory.is_shared
         self.piece_bytes: int = piece_bytes_for(node_of if self.sees_node else [0])
         self.node_sum: NodeSum | None = None

@@ -26,7 +26,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface.ranks import MAX_COUNT, Ranks, as_bytes, pieces, put
 from mpistrategy.mpi.job import abort, world
-from mpistrategy.mpi.job.introductions import Introduction, introductions, python_version, version
+from mpistrategy.mpi.job.introductions import Introduction, introductions, versions
 from mpistrategy.mpi.multi_node.reduced_precision import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
@@ -53,8 +53,6 @@ _UNEQUAL = (
 )
 
 
-_KEPT = "the ranks of a node cannot share more memory, and each keeps new arrays to itself"
-_NOTHING_SHARED = "the ranks of a node share no memory, and everything goes through MPI"
 _MORE_MEMORY = (
     "Results are the same, slower. Give the job more memory (srun --mem, docker run --memory); let the containers on a "
     "node see each other's processes (docker run --pid=host)."
@@ -107,7 +105,7 @@ class MpiRanks(Ranks):
         self._control = MpiControlChannel(comm) if self.size > 1 else None
         leader = self._leader(node_key)
         directory = new_path() if self.rank == 0 else ""
-        me = Introduction(version(), python_version(), leader, sorted(cores()), directory)
+        me = Introduction(versions(), leader, sorted(cores()), directory)
         ranks = introductions(self.allgather_text(json.dumps(me._asdict())))
         numbers = {leader: node for node, leader in enumerate(sorted({introduction.leader for introduction in ranks}))}
         self._place([numbers[introduction.leader] for introduction in ranks])
@@ -135,7 +133,6 @@ class MpiRanks(Ranks):
             channel, self.rank, self.size, failures=self.failures, contains_errors=contains_errors
         )
         self._is_free = False
-        world.close_at_finalize(self.guard)
         abort.watch(self.guard, self.free)
         if self.size > 1:
             # Ranks that share no memory count as nodes of their own.
@@ -194,7 +191,8 @@ class MpiRanks(Ranks):
         if isinstance(memory, SharedMemory):
             return memory
         if not (self.rank or sparing or self._has_warned):
-            warn(f"{_KEPT if self.node_sum else _NOTHING_SHARED}: {memory}. {_MORE_MEMORY}", FallbackWarning)
+            what = "no more" if self.node_sum else "no"
+            warn(f"the ranks of a node can share {what} memory: {memory}. {_MORE_MEMORY}", FallbackWarning)
         self._has_warned |= not sparing
         return private_memory(nbytes)
 

@@ -178,14 +178,12 @@ def agreed(version: str, rank: int, node_of: Sequence[int], allgather_text: Call
 
 def _thresholds_of(library: str, node_of: Sequence[int]) -> tuple[Thresholds, str]:
     """Return the thresholds of a file, and why it cannot be used; then the shipped ones."""
-    path, default = os.environ.get(VARIABLE), default_for(library)
-    file = path
+    default, named = default_for(library), os.environ.get(VARIABLE)
+    file = named or ""
     try:
-        if path is None:
-            file = str(file_for(library, max(Counter(node_of).values()), max(node_of) + 1))
-        if not file or (path is None and not os.path.isfile(file)):
-            return default, ""
-        return load(expanded(file)), ""
+        path = file_for(library, max(Counter(node_of).values()), max(node_of) + 1)
+        file = file or str(path)
+        return (load(path) if named or (named is None and os.path.isfile(path)) else default), ""
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
         complaint = (

@@ -40,9 +40,18 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
-from mpistrategy.reduction.routes.base import Targets, Transfer, Way
+from mpistrategy.reduction.transfer import (
+    FEW_ELEMENTS,
+    GPU_ALIGNMENT,
+    Layout,
+    Member,
+    Pack,
+    Targets,
+    Transfer,
+    Way,
+    own_dtype,
+    packs_of,
+)
 
 NAME = "mpistrategy_move"
 #: How many arrays go into one launch: with them the argument is just below the 4 KiB that every GPU takes.
@@ -225,7 +234,7 @@ _ALONE_BYTES = 8 * 2**20
 def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: float) -> tuple[Pack, ...]:
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
     alone_bytes = None if num_packs >= 1 else _ALONE_BYTES
-    return packing.plan(layouts, bytes_per_pack, num_packs, packing.own_dtype, alone_bytes, packing.GPU_ALIGNMENT)
+    return packs_of(layouts, bytes_per_pack, num_packs, own_dtype, alone_bytes, GPU_ALIGNMENT)
 
 
 @dataclass
@@ -262,8 +271,6 @@ class GpuRoute(Transfer):
         op: how they are combined.
         word: which path is asked for; see `mpistrategy.options.path_word`.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
-        root: the rank that combines them; None: all ranks combine them and get the result.
-        sends: whether `root` sends the result to the other ranks.
         targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
             Only arrays that travel one by one have one.
 
@@ -280,15 +287,11 @@ class GpuRoute(Transfer):
         op: ReduceOp,
         word: str,
         wire: str | None,
-        root: int | None = None,
-        *,
-        sends: bool = False,
         targets: Targets = None,
     ) -> None:
         self.packs = packs
-        self._root, self._sends, self._targets = root, sends, targets
         self.word: str = word
-        self._ranks, self._op, self._wire = ranks, op, wire
+        self._ranks, self._op, self._wire, self._targets = ranks, op, wire, targets
 
     def own_results(self, arrays: Sequence[DeviceArray], outs: Sequence[Any]) -> Targets:
         """Return the targets of arrays that are their own `outs`, and can be reduced where they are."""
@@ -328,7 +331,7 @@ class GpuRoute(Transfer):
         bucket = _Bucket(pack, memory, target is not None, source, payload, result)
         wire: Any = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
         knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
-        if knows and self._root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
+        if knows:  # a CuPy before 14 knows no bfloat16: all digits are sent
             bucket.rounded = take(wire)
         return bucket
 
@@ -341,7 +344,7 @@ class GpuRoute(Transfer):
     def send(self, ranks: Ranks, path: DevicePath, memory: list[_Bucket]) -> None:
         """Combine the buckets, on the current stream of its device."""
         # All buckets are sent before results take memory: a rank without free memory must not miss a collective.
-        op, root = self._op._on_the_wire, self._root
+        op = self._op._on_the_wire
         for bucket in memory:
             payload = bucket.payload
             if bucket.source is not None:
@@ -349,12 +352,10 @@ class GpuRoute(Transfer):
             if payload.size:
                 if bucket.rounded is not None and path.name == "nccl":
                     bucket.rounded[...] = payload
-                    path.reduce(ranks, bucket.rounded, op, root)
+                    path.reduce(ranks, bucket.rounded, op)
                     payload[...] = bucket.rounded
                 else:
-                    path.reduce(ranks, payload, op, root, self._wire)
-                if self._sends and root is not None:
-                    path.bcast(ranks, payload, root)
+                    path.reduce(ranks, payload, op, wire=self._wire)
                 divide_by(self._op._divisor(payload.dtype, ranks.size), payload)
             if bucket.result is not bucket.memory:
                 np.true_divide(payload, ranks.size, out=bucket.result)
@@ -384,9 +385,7 @@ class GpuRoute(Transfer):
         if chosen.path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call", copies
         name = chosen.path.name
-        forwarding = " and sent from there" if self._sends else ""
-        how = "" if self._root is None else f", combined on rank {self._root}{forwarding}"
-        return f"in GPU memory, {_PATHS[name]}{how} ({name}: {chosen.reason})", copies
+        return f"in GPU memory, {_PATHS[name]} ({name}: {chosen.reason})", copies
 
 
 def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:

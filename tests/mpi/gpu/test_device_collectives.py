@@ -151,17 +151,3 @@ def test_what_waits_on_the_stream_is_read(path: Path, op: str) -> None:
             ranks = [float(rank + number) for rank in range(SIZE)]
             right = {"SUM": sum(ranks), "MIN": min(ranks), "MAX": max(ranks)}[op] + 1
             assert set(total.get(stream=stream).tolist()) == {right}
-
-
-def test_reductions_on_two_streams_in_turn(path: Path) -> None:
-    """What one stream still copies is not written over for the other."""
-    streams = [path.cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-    sums = []
-    for number in range(10):
-        with streams[number % 2]:
-            here = path.memory(np.full(100_000, float(RANK + number)))
-            path.made.reduce(path.ranks, here, "SUM")
-            sums.append(here)
-    for number, found in enumerate(sums):
-        right = sum(rank + number for rank in range(SIZE))
-        assert set(found.get(stream=streams[number % 2]).tolist()) == {right}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -60,6 +61,27 @@ def test_memory_of_a_reduction_that_failed_can_be_used_again(after: int) -> None
     assert buffer.get().tolist() == [-1.0] * 16
 
 
+class Late(Failing):
+    """Ranks whose results the GPU is late to take back."""
+
+    def allreduce(self, buffer: np.ndarray, op: str, wire: None) -> None:
+        cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.3)
+
+
+def test_what_one_stream_still_copies_is_not_written_over_for_another() -> None:
+    path, streams = StagedPath(16), [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    buffers = []
+    for number, stream in enumerate(streams):
+        with stream:
+            buffers.append(cupy.full(2, float(number)))
+            path.reduce(Late(0), buffers[-1], "SUM")
+    path.free()
+    assert [buffer.get(stream=stream).tolist() for buffer, stream in zip(buffers, streams, strict=True)] == [
+        [0.0, 0.0],
+        [1.0, 1.0],
+    ]
+
+
 @pytest.mark.skipif(gpu_here.IS_HERE and cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two GPUs")
 def test_arrays_of_several_devices_are_staged(strategy: Any) -> None:
     path = StagedPath(16)
@@ -82,7 +104,7 @@ def test_a_warning_that_is_an_error_is_everybodys(monkeypatch: pytest.MonkeyPatc
 
     for one in outcomes(reduce):
         assert one.error is not None
-        assert "nccl cannot be" in one.text
+        assert "not nccl (" in one.text
 
 
 @several

@@ -106,20 +106,6 @@ def test_a_wire_is_what_nccl_adds(strategy: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @several
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_a_mean_has_the_bits_of_a_divided_sum(strategy: Any, dtype: str) -> None:
-    widest = "float32" if dtype == "float16" else dtype
-    given = np.random.default_rng(RANK).standard_normal(99).astype(dtype)
-    # NCCL adds in an order of its own, so the divided sum is NCCL's sum.
-    total = summed(strategy, cupy.asarray(given.astype(widest))).get()
-    expected = (total / total.dtype.type(SIZE)).astype(dtype)
-    mine = cupy.asarray(given)
-    for _ in range(2):  # the second call has a plan
-        one, (packed, _) = summed(strategy, [mine, [mine, mine]], "MEAN")
-        assert one.get().tobytes() == packed.get().tobytes() == expected.tobytes()
-
-
-@several
 def test_an_arena_goes_by_nccl(strategy: Any) -> None:
     with strategy.scope():
         arena = strategy.arena({"w": cupy.asarray(np.ones(6, np.float32)), "b": cupy.asarray(np.ones(2, np.float32))})

@@ -14,11 +14,11 @@ import pytest
 from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes, still_works
 
 import mpistrategy as ms
-from mpistrategy.cross_device_ops import built_in, ordered, reduction_to_one_device
+from mpistrategy.cross_device_ops import built_in, ordered
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.reduction import collectives, plan, weights
-from mpistrategy.reduction.routes import communicator, with_the_check
+from mpistrategy.reduction import collectives, plan, reducer
+from mpistrategy.reduction.routes import host
 from mpistrategy.variables import policies, storage
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -152,7 +152,12 @@ def put_together() -> ms.CrossDeviceOps:
     return ms.ReductionToOneDevice(f"task:{LAST}", lambda values: np.sum(values, axis=0))
 
 
-SUM = SIZE * (SIZE + 1) / 2
+def weighted(strategy: ms.Strategy) -> Callable[[], Any]:
+    mine = np.full(1000, RANK + 1.0)
+    return lambda: strategy.run(lambda: context().all_reduce("MEAN", mine, weight=RANK + 1.0))
+
+
+SUM, SQUARES = SIZE * (SIZE + 1) / 2, sum((rank + 1.0) ** 2 for rank in RANKS)
 #: The algorithm and the nodes, what fails in the first call after the agreement, the call, and what is right.
 FIRST: dict[str, tuple[Callable[[], Any], Sequence[int], Any, str, Callable[[Any], Callable[[], Any]], Any]] = {
     "a rounded exchange": (ms.MpiAllReduce, TWO_NODES, two_level, "Rounded", run(300_000, wire="bfloat16"), SUM),
@@ -163,10 +168,11 @@ FIRST: dict[str, tuple[Callable[[], Any], Sequence[int], Any, str, Callable[[Any
     "slices": (ms.MpiAllReduce, APART, collectives, "np.empty", values_of_slices, ALL_ROWS),
     "the value of replica 0": (ms.MpiAllReduce, APART, collectives, "np.array", assigned, 1.0),
     "rows of replica 0": (ms.MpiAllReduce, APART, policies, "np.array", scattered, np.array([[2.0], [2.0], [1.0]])),
-    "an arena of 16-bit floats": (ms.MpiAllReduce, APART, communicator, "np.empty", in_halves, SUM),
+    "an arena of 16-bit floats": (ms.MpiAllReduce, APART, host, "np.empty", in_halves, SUM),
+    "a weighted mean": (ms.MpiAllReduce, APART, plan.WeightedMeans, "_products_and_memory", weighted, SQUARES / SUM),
     "sums in order, equal shares": (ms.OrderedAllReduce, APART, ordered, "room_for_shares", run(1000), SUM),
     "sums in order, unequal shares": (ms.OrderedAllReduce, APART, ordered, "room_for_shares", run(1001), SUM),
-    "an accumulation": (put_together, APART, reduction_to_one_device, "np.empty", run(1000), SUM),
+    "an accumulation": (put_together, APART, built_in, "np.empty", run(1000), SUM),
     "a variable's memory": (ms.MpiAllReduce, APART, storage, "np.empty", new_variable, 1.0),
 }
 
@@ -200,19 +206,19 @@ PAIR = Pair(np.ones(3), np.ones(4))
 SWAPPED = np.ones(3, ">f8")
 #: What fails once the others have their results, and a call of a step.
 AFTER: dict[str, tuple[Any, str, Callable[[], Any]]] = {
-    "the kind of array that was given": (built_in, "in_kind", lambda: context().all_reduce("SUM", SWAPPED)),
-    "numbers in a list": (plan, "as_leaf", lambda: context().all_reduce("SUM", [1.0, 2.0])),
+    "the kind of array that was given": (reducer, "in_kind", lambda: context().all_reduce("SUM", SWAPPED)),
+    "numbers in a list": (plan, "in_kind", lambda: context().all_reduce("SUM", [1.0, 2.0])),
     "a nest of the program's": (Pair, "__post_init__", lambda: context().all_reduce("SUM", PAIR).second),
-    "a gather": (collectives, "like_given", lambda: context().all_gather(SWAPPED, 0)),
+    "a gather": (collectives, "in_kind", lambda: context().all_gather(SWAPPED, 0)),
     "a broadcast": (
-        *(collectives, "like_given"),
+        *(collectives, "in_kind"),
         lambda: context().merge_call(lambda strategy: strategy.broadcast(SWAPPED)),
     ),
-    "the first message": (with_the_check, "_read", lambda: summed(2)),
+    "the first message": (host, "_read", lambda: summed(2)),
     "a small sum": (plan, "finish", lambda: summed(1000, "MEAN", np.int64)),
     "a large sum": (plan, "finish", lambda: summed(300_000, "MEAN", np.int64)),
     "a weighted mean": (
-        *(weights.WeightedMeans, "_summed_products"),
+        *(plan, "rounded"),
         lambda: context().all_reduce("MEAN", np.ones(1000), weight=RANK + 1.0),
     ),
 }

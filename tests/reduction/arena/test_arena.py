@@ -10,7 +10,6 @@ import gc
 import os
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -24,11 +23,9 @@ from replicas import (
     RANKS,
     SIZE,
     OnNodes,
-    bits,
     context,
     expected,
     made,
-    one_node,
     outcomes,
     rows,
     still_works,
@@ -55,7 +52,6 @@ def in_two_levels(node_of: list[int]) -> ms.Strategy:
     return strategy
 
 
-PLACEMENTS = [[r % 2 for r in RANKS], [min(r, 1) for r in RANKS], [r // 2 for r in RANKS]]
 STRATEGIES: dict[str, Callable[[], ms.Strategy]] = {
     "one node": ms.MirroredStrategy,
     "to one device": lambda: ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice()),
@@ -104,27 +100,6 @@ def all_reduce(strategy: ms.Strategy, arena: Any, op: str = "SUM", **more: Any) 
 # ------------------------------------------------------------------------------------------------ results
 
 
-@pytest.mark.parametrize(("node_of", "wire"), rows(2, PLACEMENTS, [None, "bfloat16"]))
-def test_large_arenas_on_several_nodes_between_other_reductions(node_of: list[int], wire: str | None) -> None:
-    """Pieces of arenas are counted with those of other arrays; the bits are those of the latter."""
-    strategy, size = OnNodes(node_of, ms.MpiAllReduce()), 1_300_001  # five pieces
-    options = ms.CommunicationOptions(wire=wire)
-    plain = {"w": np.empty(size, np.float32), "b": np.empty(3)}
-    arenas = [strategy.arena(plain, shared_result=shared) for shared in (False, True)]
-    for seed in range(2):
-        plain["w"][:], plain["b"][:] = np.random.default_rng([seed, RANK]).standard_normal(size, np.float32), RANK
-        for op in ("SUM", "MEAN", "MAX"):
-            for arena in arenas:
-                for name, array in plain.items():
-                    arena.values[name][...] = array
-            right = all_reduce(strategy, plain, op, options=options)
-            for arena in arenas:
-                found = all_reduce(strategy, arena, op, options=options)
-                assert all(bits(found[name]) == bits(right[name]) for name in plain), (op, seed)
-            np.testing.assert_array_equal(arenas[1].values["w"], plain["w"])
-    strategy.close()
-
-
 def test_the_result_is_in_place_or_one_for_the_node(strategy: ms.Strategy) -> None:
     like = {"w": np.empty((3, 5), np.float32), "b": np.empty(2, np.int64)}
     arena, shared = strategy.arena(like), strategy.arena(like, shared_result=True)
@@ -136,6 +111,8 @@ def test_the_result_is_in_place_or_one_for_the_node(strategy: ms.Strategy) -> No
     assert not any(result[key].flags.writeable for key in like)
     assert result["w"] is strategy.reduce("SUM", shared)["w"]
     np.testing.assert_array_equal(result["w"], in_place["w"])
+    ordinary = strategy.reduce("SUM", {"in": arena.values, "out": np.ones(2)})  # as other arrays are
+    assert not np.may_share_memory(ordinary["in"]["w"], arena.values["w"])
     np.testing.assert_array_equal(shared.values["w"], value_of(RANK, np.float32, (3, 5), 2))
 
 
@@ -196,17 +173,6 @@ def test_one_line_of_the_program_serves_other_arenas_strategies_and_algorithms(s
         all_reduce(*arenas[0])
     other.close()
     assert still_works(strategy)
-
-
-def test_values_without_out_are_ordinary_arrays(strategy: ms.Strategy) -> None:
-    arena = strategy.arena([np.zeros(5, np.float32)])
-    filled(arena, 2)
-    (result,) = strategy.reduce("SUM", arena.values)
-    assert not np.may_share_memory(result, arena.values[0])
-    mixed = all_reduce(strategy, {"in": arena.values, "out": np.ones(2)})
-    np.testing.assert_array_equal(mixed["in"][0], result)
-    np.testing.assert_array_equal(mixed["out"], np.full(2, SIZE))
-    np.testing.assert_array_equal(arena.values[0], value_of(RANK, np.float32, (5,), 2))
 
 
 @pytest.mark.parametrize("check", ["always", "off"])
@@ -315,26 +281,21 @@ LIKES: dict[str, Any] = {
 @pytest.mark.parametrize("like", LIKES)
 def test_other_arrays_in_values_are_found(strategy: ms.Strategy, like: str) -> None:
     arena = strategy.arena(LIKES[like])
+    values: Any = arena.values
+    holder, key = (vars(values), "scale") if like == "a record" else (values, "a")
+    if isinstance(values, (list, tuple)):
+        holder, key = values[1], 0
     for _ in range(2):
         filled(arena, 0)
-        assert strategy.reduce("SUM", arena) is arena.values
+        assert strategy.reduce("SUM", arena) is values
         assert_filled(arena, 0)
-        values: Any = arena.values
-        if like == "a record":
-            holder, key = vars(values), "scale"
-        else:
-            holder, key = (values, "a") if isinstance(values, dict) else (values[1], 0)
-        mine = holder[key]
-        holder[key] = nest.map_structure(np.copy, mine)
+        mine, holder[key] = holder[key], nest.map_structure(np.copy, holder[key])
         for call in (lambda: strategy.reduce("SUM", arena), lambda: all_reduce(strategy, arena)):
             with pytest.raises(errors.StructureError, match="written in place"):
                 call()
         holder[key] = mine
-    if isinstance(holder, dict) and like != "a record":
-        holder["another"] = 1
-    elif like != "a record":
-        holder.append(mine)
     if like != "a record":
+        holder.append(mine) if isinstance(holder, list) else holder.update(another=1)
         with pytest.raises(errors.StructureError):
             strategy.reduce("SUM", arena)
     assert still_works(strategy)
@@ -367,8 +328,6 @@ def test_arrays_outlive_the_strategy() -> None:
         filled(arena, 0)
         (result,) = strategy.reduce("SUM", arena)
     assert_filled(arena, 0)
-    with pytest.raises(errors.ContextError):
-        strategy.reduce("SUM", arena)
     arena.close()
     result[...] = 3
     assert result.sum() == 3000
@@ -442,29 +401,6 @@ def test_one_replica_and_simulated_ones_have_arenas(shared_result: bool) -> None
 
     assert ms.testing.run_replicas(program, 3) == [[3, 3]] * 3
     assert ms.testing.run_replicas(program, 3, nodes=[0, 1, 1]) == [[3, 3]] * 3
-
-
-@one_node
-@several
-@pytest.mark.parametrize("refusing", [0, SIZE - 1])
-def test_no_room_on_one_rank_means_none_for_all(monkeypatch: pytest.MonkeyPatch, refusing: int) -> None:
-    """A full /dev/shm, seen by one rank alone: the same results, and one warning."""
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with ms.MirroredStrategy() as strategy:
-        if refusing == RANK:
-            monkeypatch.setattr(os, "posix_fallocate", full)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            arena = strategy.arena([np.zeros(100_000, np.float32), np.zeros(3, np.int16)])
-        monkeypatch.undo()
-        assert {warning.category for warning in told} == ({errors.FallbackWarning} if RANK == 0 else set())
-        assert not arena.is_shared
-        filled(arena, 0)
-        assert strategy.reduce("SUM", arena) is arena.values
-        assert_filled(arena, 0)
 
 
 @several

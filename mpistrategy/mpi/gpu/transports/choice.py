@@ -145,8 +145,6 @@ def in_words(
         return "as asked for", False
     before = dict.fromkeys(candidates(word)[: candidates(word).index(name)])
     reason = f"not {'; '.join(f'{path} ({against[path]})' for path in before)}" if before else "the fastest"
-    if word in before:
-        reason = f"{word} cannot be: {'; '.join(against[path] for path in before)}"
     if name == "staged":
         nccl_too = "Install NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
         if all(rank.nccl for rank in ranks):

@@ -1,39 +1,164 @@
-"""The routes of small arrays, whose data travel with the check of the call.
+"""The routes of arrays on the host: with the check of the call, or through the communicator.
 
-On one node each rank writes its arrays into its mailbox, next to the digest of its call.  When all digests are equal,
+On one node each rank writes small arrays into its mailbox, next to the digest of its call.  When all digests are equal,
 all data are there, too, and every rank adds them up in rank order: the same bits everywhere.
 
 Between nodes a few sums go in the first message, which compares the calls.  Each number travels as float64 and is added
 up by MPI; a complex one as two.  An integer travels as two halves of 32 bits, so that sums are exact, and wrap around
 as NumPy's do.
+
+Other arrays go through the communicator: small arrays are packed, large arrays go as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, division, host_wire_dtype, quietly
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, division, host_wire_dtype, is_buffer, quietly
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
+from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
 from mpistrategy.mpi.shared_memory.segments import aligned
+from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Targets, Transfer, Way
+from mpistrategy.reduction.transfer import FEW_ELEMENTS, Layout, Pack, Targets, Transfer, Way, copies_of, packs_of
+
+#: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
+ReducePair = Callable[[Array, Array], None]
+
+
+class CommunicatorRoute(Transfer):
+    """The route of arrays on the host without another route.
+
+    Args:
+        ranks: the ranks that take part.
+        packs: the buffers.
+        op: how they are combined.
+        name: the way that all packs take; None: each pack takes the usual way.
+        reduce_pair: combines one pack; None: `Ranks` does it.
+        wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        packs: tuple[Pack, ...],
+        op: ReduceOp,
+        name: RouteName | None = None,
+        reduce_pair: ReducePair | None = None,
+        wire: str | None = None,
+    ) -> None:
+        self.packs = packs
+        self.writes_targets: bool = any(len(pack.members) == 1 for pack in packs)
+        self._ranks, self._text, self._name, self._wire = ranks, op._on_the_wire, name, wire
+        self._reduce_pair = reduce_pair
+        self._nbytes = sum(pack.nbytes for pack in packs)
+        self._node = ranks.node_sum if "node_sum" in map(self._name_of, packs) else None
+        self._divisors = {pack.dtype: op._divisor(pack.dtype, ranks.size) for pack in packs}
+        self._count = sum(len(pack.members) for pack in packs)
+        self._lone = [m.index for p in packs if p.size > FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
+
+    def _name_of(self, pack: Pack) -> RouteName:
+        """Return the name of the way that a pack takes."""
+        if self._name is not None:
+            return self._name
+        if self._dtype_between_nodes(pack.dtype) is not None:
+            return "lanes"
+        route_of_all = self._ranks.route(self._nbytes, pack.dtype, self._text)
+        return route_of_all if route_of_all == "node_sum" else self._ranks.route(pack.nbytes, pack.dtype, self._text)
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[tuple[Array, Array]]:
+        """Return the source of each pack, flat, and memory for its result.
+
+        A lone array is itself the source, if it can travel so; its result may be its target.  Others are copied.
+        """
+        memory = []
+        make = np.empty if self._node is None else self._node.new
+        for pack in self.packs:
+            first, is_lone = pack.members[0], len(pack.members) == 1
+            array = arrays[first.index]
+            travels = is_lone and array.dtype == pack.dtype and is_buffer(array)
+            target = targets[first.index] if travels and targets is not None else None
+            if target is None or target.dtype != pack.dtype:
+                target = make(first.shape if is_lone else (pack.size,), pack.dtype)
+            source = array.reshape(-1) if travels else pack.fill(arrays, target.reshape(-1))
+            memory.append((source, target))
+        return memory
+
+    @quietly
+    def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
+        """Return the combinations, in the memory that was taken."""
+        results: list[Any] = [None] * self._count
+        pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
+        for pack, (source, target) in zip(self.packs, memory, strict=True):
+            flat = target.reshape(-1)
+            for index, view in pack.views(flat):
+                results[index] = view
+            if pack.size:
+                pairs.setdefault(pack.dtype, []).append((source, flat))
+            if len(pack.members) == 1:
+                results[pack.members[0].index] = target  # which may be the caller's own
+        for dtype, pairs_of_dtype in pairs.items():
+            self._combine(dtype, pairs_of_dtype)
+        for index in self._lone:
+            results[index] = results[index].copy()
+        return results
+
+    def _combine(self, dtype: np.dtype[Any], pairs: Sequence[tuple[Array, Array]]) -> None:
+        wire, divisor = self._dtype_between_nodes(dtype), self._divisors[dtype]
+        if self._node is not None and self._reduce_pair is None:
+            self._node.run(pairs, self._text, divisor)
+            return
+        for source, target in pairs:
+            if self._reduce_pair is not None:
+                self._reduce_pair(source, target)
+            else:
+                self._ranks.allreduce(target, self._text, source, by_lanes=self._name == "lanes", wire=wire)
+            divide_by(divisor, target)
+
+    def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
+        """Return how a pack travels; see `Transfer.way`."""
+        name, copies, wire = self._name_of(pack), copies_of(pack, arrays), self._dtype_between_nodes(pack.dtype)
+        stays = name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES
+        text, more = _WAYS["node_results" if stays else name]
+        text = text if wire is None else f"{text}, as {wire.name} between them"
+        return text, (copies or more) if name in ("root", "none") else copies + more
+
+    def _dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
+        return None if self._wire is None else between_nodes(self._ranks, self._wire, dtype, self._text)
+
+
+#: How the packs of a way travel, and further copies.
+_WAYS: dict[str, Way] = {
+    "node_sum": (
+        "through memory of the node, a share by each rank",
+        ("the others' shares into it", "the result out of it"),
+    ),
+    "node_results": (
+        "through memory of the node, a share by each rank; the results stay there",
+        ("the others' shares into it",),
+    ),
+    "lanes": (
+        "within each node, by MPI's Allreduce between the nodes, and back",
+        ("all into memory of the node", "the result out of it"),
+    ),
+    "mpi": ("by MPI's Allreduce", ()),
+    "alltoallv": ("from rank to rank: each gets a share of all values, and sends their combination", ()),
+    "root": ("by MPI's Reduce to one rank, and from there by Bcast", ("all into the result",)),
+    "threads": ("between the threads of this process", ()),
+    "none": ("stays here, the only replica", ("all into the result",)),
+}
+
 
 # ------------------------------------------------------------------------------------------------- mailboxes
-
-
-def fits_mailbox(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
-    """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes fit."""
-    return MailboxArrays.has_room(mailboxes, _flat(packing.plan(layouts)), mailboxes.size)
 
 
 class MailboxArrays:
@@ -41,7 +166,7 @@ class MailboxArrays:
 
     Args:
         mailboxes: the mailboxes of the ranks.
-        layouts: dtype and shape of each array; they fit: see `has_room`.
+        layouts: dtype and shape of each array; they fit: see `fits_mailbox`.
     """
 
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> None:
@@ -52,15 +177,7 @@ class MailboxArrays:
         ]
         self.own_arrays: list[list[Array]] = [arrays[mailboxes.local_rank] for arrays in self.slots]
 
-    @staticmethod
-    def has_room(mailboxes: Mailboxes, layouts: tuple[Layout, ...], readers: int) -> bool:
-        """Return whether the arrays fit, if each rank reads the mailboxes of so many ranks."""
-        if not all(dtype.itemsize for dtype, _ in layouts):
-            return False
-        nbytes = sum(aligned(prod(shape) * dtype.itemsize) for dtype, shape in layouts)
-        return nbytes * max(2, readers) <= 2 * mailboxes.payload_bytes
-
-    def put(self, arrays: Sequence[Array]) -> None:
+    def put(self, arrays: Sequence[Any]) -> None:
         """Copy this rank's arrays into its mailbox; the other ranks see them after the next agreement."""
         for place, array in zip(self.own_arrays[(self._mailboxes.sequence + 1) & 1], arrays, strict=False):
             place[...] = array
@@ -68,6 +185,18 @@ class MailboxArrays:
     def arrays_of_ranks(self) -> list[list[Array]]:
         """Return each rank's arrays, after the agreement and before the next one."""
         return self.slots[self._mailboxes.sequence & 1]
+
+
+def fits_mailbox(mailboxes: Mailboxes, layouts: tuple[Layout, ...], readers: int) -> bool:
+    """Return whether arrays fit into a mailbox together, if each rank reads the mailboxes of so many ranks."""
+    nbytes = sum(aligned(prod(shape) * dtype.itemsize) for dtype, shape in layouts)
+    return all(dtype.itemsize for dtype, _ in layouts) and nbytes * max(2, readers) <= 2 * mailboxes.payload_bytes
+
+
+def in_mailboxes(ranks: Ranks, layouts: tuple[Layout, ...], readers: int) -> MailboxArrays | None:
+    """Return arrays in the mailboxes of the ranks; None where they do not fit, see `fits_mailbox`."""
+    boxes = ranks.mailboxes
+    return MailboxArrays(boxes, layouts) if boxes is not None and fits_mailbox(boxes, layouts, readers) else None
 
 
 def _arrays_in(memory: Array, layouts: tuple[Layout, ...]) -> list[Array]:
@@ -86,9 +215,9 @@ class MailboxRoute(Transfer):
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self._mailboxes = mailboxes
         self._combine: Combine = COMBINE[op._on_the_wire]
-        self.packs: tuple[Pack, ...] = packing.plan(layouts)
+        self.packs: tuple[Pack, ...] = packs_of(layouts)
         self._count = len(layouts)
-        layouts = _flat(self.packs)
+        layouts = flat_layouts(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
         divisions = [_division(op, dtype, mailboxes.size) for dtype, _ in layouts]
         #: For each slot and pack: the pack, the ranks' arrays, the same as the rows of one array where `combine_rows`
@@ -160,7 +289,8 @@ def combine_rows(combine: Any, rows: Array, total: Array) -> None:
         combine.reduce(rows, axis=0, dtype=rows.dtype, initial=None, out=total)
 
 
-def _flat(packs: Sequence[Pack]) -> tuple[Layout, ...]:
+def flat_layouts(packs: Sequence[Pack]) -> tuple[Layout, ...]:
+    """Return the layouts of packs."""
     return tuple((pack.dtype, (pack.size,)) for pack in packs)
 
 
@@ -200,7 +330,7 @@ class FirstMessageRoute(Transfer):
     """
 
     def __init__(self, communicator: Ranks, message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
-        self.packs: tuple[Pack, ...] = packing.plan(layouts)
+        self.packs: tuple[Pack, ...] = packs_of(layouts)
         #: For each array its numbers in the message, their sums, its dtype on the wire, and the divisor of MEAN.
         self._rows: list[tuple[Array, Array, np.dtype[Any], int]] = []
         start = 0

@@ -1,1 +1,0 @@
-"""How values are laid out for a reduction, and how sums become results."""

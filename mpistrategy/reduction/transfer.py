@@ -1,0 +1,265 @@
+"""Transfers: how a list of arrays is packed, moved in a call that all ranks make, and finished.
+
+Many small arrays become few large buffers: grouped by dtype, in order, up to a number of bytes.  A pack is summed in
+one call, and the results are views of it: fresh memory without other users.
+
+A route is the transfer of arrays in the dtypes in which they are combined: one way for bytes to travel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, is_buffer, mean_dtype, quietly
+from mpistrategy.options import ReduceOp
+
+#: What bytes_per_pack=0 stands for.
+DEFAULT_BYTES_PER_PACK = 32 * 2**20
+#: A number that is a view of a larger pack would keep all of it.
+FEW_ELEMENTS = 64
+
+#: What one thread of a GPU reads at once.
+GPU_ALIGNMENT = 16
+
+Layout = tuple[np.dtype[Any], tuple[int, ...]]
+#: The kinds of dtypes that are reduced as they are.
+_KINDS = "fiuc"
+_Wire = Callable[[np.dtype[Any]], np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One array's place in a pack."""
+
+    index: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One buffer: its dtype on the wire, its length, and the arrays in it, which may have another dtype."""
+
+    dtype: np.dtype[Any]
+    size: int
+    members: tuple[Member, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the buffer in bytes."""
+        return self.size * self.dtype.itemsize
+
+    def arrays_in(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return the arrays that are in the pack."""
+        return arrays if len(self.members) == len(arrays) else [arrays[member.index] for member in self.members]
+
+    def fill(self, arrays: Sequence[Array], buffer: Array | None = None) -> Array:
+        """Return a buffer, `buffer` or a new one, with the arrays' values, converted to the wire dtype.
+
+        For packs without gaps, such as packs on the host.
+        """
+        filled = np.empty(self.size, self.dtype) if buffer is None else buffer
+        np.concatenate(self.arrays_in(arrays), axis=None, out=filled, casting="unsafe")
+        return filled
+
+    @cached_property
+    def starts(self) -> Array:
+        """Where the arrays begin; uint64, as addresses are."""
+        return np.array([m.start for m in self.members], np.uint64)
+
+    def views(self, buffer: Array) -> list[tuple[int, Array]]:
+        """Return (index, view of `buffer` with the array's shape) for every member."""
+        return [
+            (m.index, buffer[m.start : m.stop] if len(m.shape) == 1 else buffer[m.start : m.stop].reshape(m.shape))
+            for m in self.members
+        ]
+
+
+def layouts_of(arrays: Sequence[Any]) -> tuple[Layout, ...]:
+    """Return the dtype and the shape of each array."""
+    return tuple([(array.dtype, array.shape) for array in arrays])
+
+
+@lru_cache(maxsize=256)
+def packs_of(
+    layouts: tuple[Layout, ...],
+    bytes_per_pack: float = 0,
+    num_packs: float = 0,
+    wire: _Wire = host_wire_dtype,
+    alone_bytes: float | None = None,
+    alignment: int = 1,
+) -> tuple[Pack, ...]:
+    """Return the packs of arrays with these layouts.
+
+    Args:
+        layouts: dtype and shape of each array.
+        bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
+        num_packs: split each dtype's bytes into about so many packs instead, 0 means bytes_per_pack decides.
+        wire: returns the dtype in which an array of a dtype travels.
+        alone_bytes: arrays of so many bytes and more travel by themselves; None: all are packed.
+        alignment: each array begins at a multiple of so many bytes: in GPU memory of 16, which kernels move at a time.
+    """
+    groups: dict[tuple[np.dtype[Any], int | None], list[int]] = {}
+    for index, (own_dtype, shape) in enumerate(layouts):
+        dtype = wire(own_dtype)
+        is_large = alone_bytes is not None and prod(shape) * dtype.itemsize >= alone_bytes
+        groups.setdefault((dtype, index if is_large else None), []).append(index)
+    packs: list[Pack] = []
+    for (dtype, _), indices in groups.items():
+        limit, line = int(bytes_per_pack) or DEFAULT_BYTES_PER_PACK, max(1, alignment // dtype.itemsize)
+        if num_packs >= 1:
+            total = sum(-(-prod(layouts[index][1]) // line) * line for index in indices) * dtype.itemsize
+            limit = max(1, -(-total // int(num_packs)))
+        members: list[Member] = []
+        for index in indices:
+            count = prod(layouts[index][1])
+            start = -(-members[-1].stop // line) * line if members else 0
+            if members and (start + count) * dtype.itemsize > limit:
+                packs.append(Pack(dtype, members[-1].stop, tuple(members)))
+                members, start = [], 0
+            members.append(Member(index, start, start + count, layouts[index][1]))
+        packs.append(Pack(dtype, members[-1].stop, tuple(members)))
+    return tuple(packs)
+
+
+def own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of the packs of arrays that travel as they are."""
+    return dtype
+
+
+def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+    """Return whether arrays of a dtype are reduced as they are.
+
+    They are NumPy's own, native, and ordered for MIN and MAX.
+    """
+    fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
+    return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and fits
+
+
+# ------------------------------------------------------------------------------------------------- transfers
+
+#: For each array memory that a result in its own dtype may be written to, contiguous and sharing none with another
+#: array; or None.
+Targets: TypeAlias = "Sequence[Array | None] | None"
+#: How a pack travels, and the copies on this rank; in words.
+Way: TypeAlias = "tuple[str, tuple[str, ...]]"
+
+
+class Description(NamedTuple):
+    """The description of a buffer for `Strategy.explain`.
+
+    Attributes:
+        dtype: the dtype in which it travels.
+        nbytes: its length.
+        arrays: how many arrays are in it.
+        way: how it travels, and the copies.
+    """
+
+    dtype: np.dtype[Any]
+    nbytes: int
+    arrays: int
+    way: Way
+
+
+class Transfer(ABC):
+    """The work on arrays of certain layouts before the ranks agree on a call, and after the agreement.
+
+    Attributes:
+        packs: the buffers that travel: several arrays in one, or one array by itself.
+        layouts: dtype and shape of each array.
+        results: the dtype of each result.
+        writes_targets: whether results may be written to their targets at once.
+        sparingly: whether `run` needs no barrier before it; see `Call.agree`.
+        least_in_place: from how many bytes on results may be written over the arrays.
+    """
+
+    packs: tuple[Pack, ...] = ()
+    layouts: tuple[Layout, ...] = ()
+    results: Sequence[np.dtype[Any]] = ()
+    writes_targets: bool = False
+    sparingly: bool = True
+    least_in_place: int = 0
+
+    @abstractmethod
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
+        """Do all that can fail, before the ranks agree on the call: copy, and take memory for the results.
+
+        Returns:
+            The memory, for `run`.  Results may be written to `targets`, which keep their values until then.
+        """
+
+    @abstractmethod
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
+        """Return the results, after the agreement."""
+
+    def carried_out(self, arrays: Sequence[Array], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
+        """Take memory, let the ranks agree on the call, and return the results."""
+        memory = self.bring(arrays, targets)
+        agree()
+        return self.run(arrays, memory)
+
+    def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
+        """Return how a pack of these arrays travels."""
+        raise NotImplementedError(type(self).__name__)
+
+    def describe(self, arrays: Sequence[Array]) -> list[Description]:
+        """Return the descriptions of these arrays for `Strategy.explain`."""
+        packs = [pack for pack in self.packs if pack.size]
+        return [Description(pack.dtype, pack.nbytes, len(pack.members), self.way(pack, arrays)) for pack in packs]
+
+
+def copies_of(pack: Pack, arrays: Sequence[Array]) -> tuple[str, ...]:
+    """Return the copies that are made before a pack of these arrays travels, and afterwards."""
+    if any(array.dtype != pack.dtype for array in pack.arrays_in(arrays)):
+        return (f"all into {pack.dtype.name} and the results back",)
+    if len(pack.members) > 1:
+        return ("all into the pack",)
+    array = arrays[pack.members[0].index]
+    return () if array.dtype == pack.dtype and is_buffer(array) else ("all in order",)
+
+
+# ------------------------------------------------------------------------------------ from a sum to the result
+
+
+def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int, out: Array | None = None) -> Array:
+    """Turn a sum in the wire dtype into the result: divide for MEAN, and round once to the result's dtype.
+
+    Sums of integers wrap around, as NumPy's do.  On the host the result is written into `out`, if given: an array of
+    the result's dtype and shape.
+    """
+    if op is ReduceOp.MEAN:
+        return rounded(divide(total, count, out), mean_dtype(dtype), out)
+    return rounded(total, dtype, out)
+
+
+@quietly
+def rounded(result: Array, dtype: np.dtype[Any], out: Array | None = None) -> Array:
+    """Return `result` in `dtype`, in `out` if given; else no copy where it is that already."""
+    if out is None:
+        return result.astype(dtype, copy=False)
+    if out is not result:
+        np.copyto(out, result, casting="unsafe")
+    return out
+
+
+@quietly
+def divide(total: Array, count: int | float, out: Array | None = None) -> Array:
+    """Return ``total / count`` in the dtype of a mean: in place where it is the same dtype, else in `out` if given."""
+    target = mean_dtype(total.dtype)
+    if target == total.dtype:
+        divide_by(count, total)
+        return total
+    if is_on_device(total):
+        quotient: Array = np.true_divide(total, count, dtype=np.float64).astype(target, copy=False)
+        return quotient
+    # Divided in float64 and rounded as it is written: no array of that dtype is made.
+    return np.true_divide(total, np.float64(count), out=np.empty(total.shape, target) if out is None else out)
