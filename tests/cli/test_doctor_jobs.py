@@ -222,6 +222,7 @@ def test_gpu_memory_is_given_to_mpi_and_the_outcome_kept(launch: Launch, tmp_pat
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stuck", "seconds"),
     [("import mpi4py.MPI, signal; signal.pause()", 10), ("import time; time.sleep(60)", 1)],
