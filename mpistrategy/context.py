@@ -241,9 +241,6 @@ class Scope(Generic[S]):
         if not self._strategy._is_default:
             _thread.entered.pop()
 
-    def __repr__(self) -> str:
-        return f"<scope of {self._strategy!r}>"
-
 
 # ------------------------------------------------------------------------------------- are there other ranks
 

@@ -11,11 +11,10 @@ import numpy as np
 
 from mpistrategy.arrays.convert import any_array, like_given, reducible
 from mpistrategy.arrays.dtypes import wire_dtype
-from mpistrategy.context import current_strategy, warn_if_alone
-from mpistrategy.errors import ContextError, OptionError, ShapeError
+from mpistrategy.context import warn_if_alone
+from mpistrategy.errors import OptionError, ShapeError
 from mpistrategy.objects.settings import whole_number
-from mpistrategy.strategy.current import has_strategy, in_cross_replica_context
-from mpistrategy.training.checks import weights_of_rows
+from mpistrategy.training.checks import required_context, weights_of_rows
 
 __all__ = [
     "compute_average_loss",
@@ -95,14 +94,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 def _replicas(where: str) -> int:
     """Return how many replicas there are; raise ContextError in cross-replica context."""
-    if has_strategy() and in_cross_replica_context():
-        raise ContextError.at(
-            where,
-            found="a call in cross-replica context",
-            expected="a call in a step function",
-            fix="Call it in the function given to strategy.run.",
-        )
-    strategy = current_strategy()
+    strategy: Any = required_context(where).strategy
     warn_if_alone(strategy, where, "was called outside every step", "Call it in the function given to strategy.run.")
     count: int = strategy.num_replicas_in_sync
     return count

@@ -74,10 +74,9 @@ def read(name: str, most: int, only_own: bool = True) -> bytes:
         OSError: as `open_trusted`; and when it has more bytes.
     """
     with os.fdopen(open_trusted(name, only_own), "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes", name)
-    return data
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most} bytes", name)
+        return file.read(most)
 
 
 # ------------------------------------------------------------------------------------------------ new files and folders

@@ -266,7 +266,9 @@ class CheckpointManager(NamesOurs, Settable):
             for step in other_steps[: max(0, len(steps) - self.keep)]:
                 hidden = os.path.join(self.directory, SAVING.format(f"step-{step:012}") + "0" * 16)
                 with contextlib.suppress(OSError):
-                    files.rename(self.path_of(step), hidden)  # if the job ends meanwhile, the next one sweeps the rest
+                    files.change(
+                        os.rename, self.path_of(step), hidden
+                    )  # if the job ends meanwhile, the next one sweeps the rest
                     files.remove(hidden)
         call.agree("remove old checkpoints", options=f"keep={self.keep}")
 

@@ -111,7 +111,7 @@ def restore(
     fit.reset()
     call.agree("restore a checkpoint")
     left_out = tuple(printable(skipped, "") for skipped in fit.left_out)
-    notes = tuple(_notes(manifest, layout))
+    notes = _notes(manifest, layout)
     return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, left_out, dict(objects))
 
 
@@ -399,11 +399,11 @@ def _in_place(value: Any, container: Any) -> Any:
     return value
 
 
-def _notes(manifest: Manifest, now: dict[str, Any]) -> list[str]:
+def _notes(manifest: Manifest, now: dict[str, Any]) -> tuple[str, ...]:
     # Gradient buckets are often made after a checkpoint was restored.
     no_news = {"source"} if now.get("gradient_buckets") else {"source", "gradient_buckets"}
-    return [
+    return tuple(
         printable(f"{key}: {then!r:.500} when it was saved, {now.get(key)!r:.500} now", "")
         for key, then in manifest.layout.items()
         if now.get(key) != then and key not in no_news
-    ]
+    )

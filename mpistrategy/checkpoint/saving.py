@@ -81,10 +81,10 @@ class Saving(NotPickled):
         self._folder = ""
         self._lock: files.Lock | None = None
         self._writers: list[int] = []
-        self._manifest = Manifest(communicator.size, (), {}, (), layout, version())
-        #: The thread, where there is one; whether this rank has written its shard.
-        self._thread: threading.Thread | None = None
-        self._written = threading.Event()
+        self._manifest = Manifest(communicator.size, (), {}, layout, version())
+        #: Whether this rank has written its shard; and whether its thread is done.
+        self._written, self._done = threading.Event(), threading.Event()
+        self._done.set()
         #: Lets the thread look for the shards at once; whether another rank has failed.
         self._look_now = threading.Event()
         self._is_cancelled = False
@@ -111,8 +111,7 @@ class Saving(NotPickled):
         self._folder = self._communicator.allgather_text(self._folder)[0]
         state.decide(digests, self._communicator)
         self._writers, pieces = collect(state, self._communicator, call)
-        names = tuple(path for path in state.items if "/" not in path)
-        self._manifest = dataclasses.replace(self._manifest, items=state.items, names=names)
+        self._manifest = dataclasses.replace(self._manifest, items=state.items)
         if pieces is not None and not files.is_folder(self._folder):
             raise CheckpointWriteError.at(
                 call.where,
@@ -136,13 +135,11 @@ class Saving(NotPickled):
         if pieces is None:
             self._written.set()
             return
-        thread = threading.Thread(target=self._work, args=(pieces,), name=f"checkpoint {self.path}")
+        self._done.clear()
         try:
-            thread.start()
+            threading.Thread(target=self._work, args=(pieces,), name=f"checkpoint {self.path}").start()
         except (RuntimeError, MemoryError):  # no more threads for this user, or no memory for one
             self._work(pieces)
-        else:
-            self._thread = thread
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
@@ -211,6 +208,7 @@ class Saving(NotPickled):
             pieces.clear()  # also what an error's traceback would hold
             self._written.set()
             self._close()
+            self._done.set()
 
     def _marks(self) -> list[str]:
         """Wait until all writers have made their marks; remove and return them, none after a failure.
@@ -224,7 +222,7 @@ class Saving(NotPickled):
             marks = [name for name in names if name.startswith(_DONE[:5])]
             if len(marks) == len(self._writers):
                 for mark in marks:
-                    files.unlink(os.path.join(self._folder, mark))
+                    files.change(os.unlink, os.path.join(self._folder, mark))
                 return marks
         raise CheckpointWriteError.at(
             _WHERE,
@@ -260,8 +258,8 @@ class Saving(NotPickled):
             for _ in self._looks(_STALLED_SECONDS):
                 if self._communicator.rank == 0 and self._error is not None:
                     break
-        if self._thread is not None and not os.path.lexists(self._folder):
-            self._thread.join()
+        if not os.path.lexists(self._folder):
+            self._done.wait()
         if self._error is not None:
             rank, reason = self._communicator.rank, self._error.found
             sys.stderr.write(f"[rank {rank}] the checkpoint {self.path!r} was not saved: {reason}\n")
@@ -306,9 +304,9 @@ class Saving(NotPickled):
         for step in ("write a checkpoint", "commit a checkpoint"):
             call.expect_more()
             self._written.wait()
-            if self._thread is not None and step == "commit a checkpoint":
+            if step == "commit a checkpoint":
                 self._look_now.set()
-                self._thread.join()
+                self._done.wait()
             if self._error is not None:
                 raise self._error
             call.agree(step, destination=self.path, patiently=True)
@@ -348,12 +346,12 @@ class Saving(NotPickled):
             if os.path.lexists(old):  # of a job that was killed: there is at most one
                 files.remove(old)
                 files.sync(parent)
-            files.rename(self.path, old)
+            files.change(os.rename, self.path, old)
         try:
-            files.rename(self._folder, self.path)
+            files.change(os.rename, self._folder, self.path)
         except OSError as error:
             if replaces:
-                files.rename(old, self.path)
+                files.change(os.rename, old, self.path)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 self._overwrite = False
                 self._check_place(_WHERE)  # another job was faster
@@ -368,8 +366,7 @@ class Saving(NotPickled):
         """Give up the save.  Never raises."""
         self._is_cancelled = True
         self._look_now.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._done.wait()
         self._remove()
         self._end(committed=False)
 

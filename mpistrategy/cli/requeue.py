@@ -46,7 +46,6 @@ class Batch(NamedTuple):
 
     Attributes:
         job: its number.
-        place: its nodes, in words.
         restarts: how often the job has gone back to the queue.
         requeue: puts it back into the queue.
         submit: submits the next job of a chain, which waits for the end of this one, and prints its number.
@@ -55,7 +54,6 @@ class Batch(NamedTuple):
     """
 
     job: str
-    place: str
     restarts: int
     requeue: list[str]
     submit: list[str]
@@ -68,7 +66,6 @@ def _slurm(options: argparse.Namespace) -> Batch:
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     return Batch(
         job,
-        os.environ.get("SLURM_JOB_NODELIST", ""),
         int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         ["scontrol", "requeue", job],
         ["sbatch", "--parsable", f"--dependency=afterany:{job}", str(options.chain), str(options.link + 1), job],
@@ -83,11 +80,9 @@ def _pbs(options: argparse.Namespace) -> Batch:
     if options.chain is None:
         count = re.search(r"(?m)^ *run_count = (\d+)", _answer(["qstat", "-f", job]))
         restarts = int(count[1]) - 1 if count else 0
-    with open(os.environ["PBS_NODEFILE"]) as file:
-        place = f"{len(set(file))} nodes"
     variables = f"CHAIN_LINK={options.link + 1},CHAIN_BEFORE={job}"
     submit = ["qsub", "-W", f"depend=afterany:{job}", "-v", variables, str(options.chain)]
-    return Batch(job, place, restarts, ["qrerun", job], submit, ["qdel"], [])
+    return Batch(job, restarts, ["qrerun", job], submit, ["qdel"], [])
 
 
 def _succeeds(command: list[str], **how: Any) -> bool:
@@ -264,9 +259,8 @@ def run(options: argparse.Namespace) -> int:
         batch = _pbs(options) if variable == "PBS_JOBID" else _slurm(options)
         step = Step(batch, command, signal.Signals[f"SIG{options.signal}"])
         count = f"restart {batch.restarts}" if options.chain is None else f"link {options.link}"
-        print(
-            f"job {batch.job}, {count} of {options.at_most}, on {batch.place}: {sys.executable}, {_now()}", flush=True
-        )
+        place = os.environ.get("SLURM_JOB_NODELIST", os.environ.get("PBS_NODEFILE"))
+        print(f"job {batch.job}, {count} of {options.at_most}, on {place}: {sys.executable}, {_now()}", flush=True)
         again, why = (_run_and_requeue if options.chain is None else _run_and_chain)(batch, step, options)
     except (OSError, subprocess.CalledProcessError) as error:  # of sbatch, qsub or qstat
         _remove(_path_of_notes(os.environ[variable]))

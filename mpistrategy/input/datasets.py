@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import host_array, is_on_device
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_kind_of, is_foreign
 from mpistrategy.errors import BatchError, OptionError
 from mpistrategy.objects.nearest import NamesOurs, refuses
@@ -175,7 +175,7 @@ class Dataset(NamesOurs, Generic[E]):
 
     def _describe(self, *, epochs: bool = True) -> str:
         """Return a text that must be equal on all ranks; without `epochs`, what the order of batches depends on."""
-        kinds = ", ".join(f"{_dtype_name(s)}{list(s.shape)}" for s in self._sources)
+        kinds = ", ".join(f"{getattr(s, 'dtype', '?')}{list(s.shape)}" for s in self._sources)
         return (
             f"Dataset {self._structure.text} of {kinds}, global_batch_size={self._batch}, shuffle_seed={self._seed}, "
             f"drop_remainder={self._drop_remainder}, {f'epochs={self._epochs}, ' if epochs else ''}"
@@ -184,12 +184,6 @@ class Dataset(NamesOurs, Generic[E]):
 
     def __repr__(self) -> str:
         return f"<{self._describe()}>"
-
-
-def _dtype_name(source: Any) -> str:
-    if is_foreign(source) and not is_on_device(source):
-        source = host_array(source)  # torch's dtypes are its own
-    return dtype_name(np.dtype(source.dtype)) if hasattr(source, "dtype") else "?"
 
 
 def to_rows(leaf: Any) -> Any:

@@ -88,9 +88,6 @@ class DistributedDataset(Generic[E]):
         is_one_shot = isinstance(self._dataset, Iterator)
         return DistributedIterator(Walk(self._elements, self._words(), any_ranks=True, is_one_shot=is_one_shot))
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._words()}, part {self._index} of {self._parts}>"
-
     def _words(self) -> str:
         of = self._dataset._describe(epochs=False) if isinstance(self._dataset, Dataset) else "global batches"
         return f"{of}, drop_remainder={self._drop_remainder}, pad={self._pad}"
@@ -109,7 +106,7 @@ class DistributedDataset(Generic[E]):
     def _elements(self, walk: Walk) -> Iterator[Any]:
         batches: Iterator[Any] = itertools.islice(self._batches(), walk.position, None)
         if self._first is not None:
-            first = self._first.next(batches, self._dataset)
+            first = self._first.next(batches)
             batches = itertools.chain([] if first is END else [first], batches)
         for batch in batches:
             walk.position += 1
@@ -234,4 +231,7 @@ def describe(dataset: Any) -> str:
     """Return a text that must be equal on all ranks for datasets of global batches; reads no batch."""
     if isinstance(dataset, Dataset):
         return dataset._describe()
-    return f"{len(dataset)} global batches" if isinstance(dataset, Sequence) else "global batches"
+    try:
+        return f"{len(dataset)} global batches"
+    except Exception:  # a generator has no length, and classes raise errors of many types
+        return "global batches"

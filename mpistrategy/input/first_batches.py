@@ -1,6 +1,6 @@
 """The check that the ranks iterate over the same global batches: it compares the first batches.
 
-Lengths, structures, dtypes and shapes are compared as in any call.  Of the rows each rank sends a digest.
+Structures, dtypes and shapes are compared as in any call.  Of the rows each rank sends a digest.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ class FirstBatches:
     def __init__(self, communicator: Ranks, level: str, number: str, name: str | None = None) -> None:
         self._communicator, self._level, self._number, self._name = communicator, level, number, name
 
-    def next(self, batches: Iterator[Any], dataset: Any) -> Any:
+    def next(self, batches: Iterator[Any]) -> Any:
         """Return the next global batch, END without one.  Collective.
 
         Args:
             batches: this rank's batches, at the first one.
-            dataset: the dataset of the batches; its length is compared if it has one.
 
         Raises:
-            CollectiveMismatchError: on every rank, for another structure, shape, dtype or length, or none on some rank.
+            CollectiveMismatchError: on every rank, for another structure, shape or dtype, or none on some rank.
             Exception: what `batches` raises; RemoteError on the other ranks.
         """
         guard, ranks = self._communicator.guard, self._communicator
@@ -59,11 +58,10 @@ class FirstBatches:
         with Call(guard, where, name=self._number, called=self._name, anywhere=True) as call:
             with call.own_work():
                 batch = next(batches, END)
-                length = _length_in_words(dataset)
                 values, rows = ((), "") if batch is END else _values_and_rows(batch)
             call.structure = "no batch at all" if batch is END else nest.flatten(batch)[1].text
             try:
-                call.agree("compare the first batch", op=length, values=values)
+                call.agree("compare the first batch", values=values)
             except CollectiveMismatchError as error:
                 error.add_note(_PER_RANK)
                 raise
@@ -82,13 +80,6 @@ class FirstBatches:
         if self._communicator.rank == 0:
             lost = "Each rank gets its part of its own batches, so the other rows are lost."
             warn(f"{WHERE}: found {problem}. {lost} {cure}", DatasetWarning)
-
-
-def _length_in_words(dataset: Any) -> str:
-    try:
-        return f"{len(dataset)} batches"
-    except Exception:  # a generator has none, and classes raise errors of many types
-        return "batches"
 
 
 def _values_and_rows(batch: Any) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], str]:

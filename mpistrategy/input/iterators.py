@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from mpistrategy.errors import OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
@@ -125,8 +125,7 @@ class OptionalElement(Generic[E]):
                 expected="one more element",
                 fix="Loop with `for`, or ask get_next_as_optional().has_value() first.",
             )
-        element: E = self._element
-        return element
+        return cast("E", self._element)
 
 
 class DatasetIterator(DistributedIterator[E]):

@@ -117,8 +117,3 @@ class Sampler:
             )
         self._epoch, self._done = state["epoch"], state["done"]
         self._start = self._done
-
-    def __repr__(self) -> str:
-        return (
-            f"<Sampler of rank {self._rank} of {self._ranks}: epoch {self._epoch}, {self._done} of {self._rows} rows>"
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
@@ -19,7 +18,7 @@ from mpistrategy.arrays.values import ArrayLike, Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
-from mpistrategy.errors import ContextError, DeviceError, LeafError, OptionError, OptionTypeError
+from mpistrategy.errors import ContextError, DeviceError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites, observers
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
@@ -204,10 +203,6 @@ class StrategyExtended(NotPickled, Settable):
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
-            leaves = nest.flatten(tensor)[0] if isinstance(tensor, (dict, list, tuple)) else []
-            if not all(isinstance(leaf, (numbers.Number, np.generic)) for leaf in leaves):
-                found, fix = f"a {type(tensor).__name__} of arrays", "Write strategy.broadcast(value) for a nest."
-                raise LeafError.at(call.where, found=found, expected="an array or a number", fix=fix)
             return self.cross_device_ops.broadcast(tensor, destinations)
 
     @collective("barrier")
@@ -287,8 +282,8 @@ class StrategyExtended(NotPickled, Settable):
         """
         context.require_cross_replica(self._container_strategy, "StrategyExtended.update_non_slot")
         context.check_call("StrategyExtended.update_non_slot", fn, args, kwargs)
-        devices = isinstance(colocate_with, tuple) and all(isinstance(device, str) for device in colocate_with)
-        if not self._container_strategy._is_default and not (devices and colocate_with == self.worker_devices):
+        is_worker = isinstance(colocate_with, tuple) and colocate_with == self.worker_devices
+        if not is_worker and not self._container_strategy._is_default:
             raise DeviceError.at(
                 "StrategyExtended.update_non_slot",
                 found=f"colocate_with={colocate_with!r}",

@@ -733,12 +733,7 @@ class _DefaultStrategy(Strategy):
         """Do nothing: the default strategy is always there."""
 
 
-@cache
-def _default_strategy() -> Strategy:
-    return _DefaultStrategy()
-
-
-context.set_default_strategy_factory(_default_strategy)
+context.set_default_strategy_factory(cache(_DefaultStrategy))
 
 
 # -------------------------------------------------------------------------------------------------- assert_mirrored

@@ -91,12 +91,13 @@ def progress(
     source: Any = iterable
     if not isinstance(source, (Iterable, type(None))):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    for name, value in {"total": total, "every_seconds": every_seconds}.items():
-        if not (value is None or ((isinstance(value, (int, float)) and value >= 0) and (value or name == "total"))):
+    numbers: dict[str, Any] = {"total": total, "every_seconds": every_seconds}
+    for name, value in numbers.items():
+        if not (value is None or (isinstance(value, (int, float)) and value > 0) or (value == 0 and name == "total")):
             raise OptionError.at(_WHERE, found=f"{name}={value!r}", expected="a number above 0, or None")
-    if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
-    return Progress(iterable, total, title, every_seconds)
+    counted: Any = iterable
+    length = len(counted) if isinstance(counted, Sized) else None
+    return Progress(iterable, length if total is None else total, title, every_seconds)
 
 
 def _bar(total: int | None, title: str, every_seconds: float | None) -> Any:

@@ -24,7 +24,7 @@ def required_context(where: str) -> ReplicaContext:
             where,
             found="a call in cross-replica context",
             expected="a call in a step function",
-            fix="Use strategy.run.",
+            fix="Call it in the function given to strategy.run.",
         )
     return context
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
@@ -80,13 +80,13 @@ class GradientBuckets:
         #: The parts, in the order in which they are reduced.
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
         self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket.members}
-        self._index = {id(var): number for number, var in enumerate(self.variables)}
+        self._index = gradients.numbers
         extended = self._strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
         communicator = extended._reducer.communicator
         self.starts_early: bool = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
         self._handles: list[AllReduceHandle[Any]] = []
-        self._clear()
+        self.reset()
 
     def __iter__(self) -> Iterator[tuple[Array, Variable]]:
         """Yield the pairs that `Optimizer.apply_gradients` takes."""
@@ -155,7 +155,8 @@ class GradientBuckets:
     def reset(self) -> None:
         """Wait for the buckets that have started, and forget them; after a step that failed.  Collective."""
         handles, self._handles = self._handles, []
-        self._clear()
+        self._ready: set[int] = set()
+        self._missing = [len(bucket.members) for bucket in self._buckets]
         for handle in handles:
             handle.wait()
 
@@ -165,10 +166,6 @@ class GradientBuckets:
         name = f"gradient bucket {number} of {len(self._buckets)}"
         self._handles.append(context.all_reduce_async(self.op, memory, name=name, out=memory))
 
-    def _clear(self) -> None:
-        self._ready: set[int] = set()
-        self._missing = [len(bucket.members) for bucket in self._buckets]
-
     def _number(self, which: Any, where: str) -> int:
         is_variable = isinstance(which, Variable)
         number = self._index.get(id(which), -1) if is_variable else whole_number(where, "which", which)
@@ -177,10 +174,6 @@ class GradientBuckets:
                 where, found=f"{which!r}", expected=f"one of the {len(self.variables)} variables of these buckets"
             )
         return number
-
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{dtype_name(b.memory.dtype)} {b.memory.nbytes / 2**20:.2f} MiB" for b in self._buckets)
-        return f"<GradientBuckets of {len(self.variables)} variables: {sizes}>"
 
 
 def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Setting, checked_number, not_negative, one_of, positive
+from mpistrategy.objects.settings import Setting, checked_number, not_negative, one_of
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.variables.variable import Variable
 
@@ -19,11 +19,6 @@ class LearningRate(Setting[float]):
 
     With a function, the attribute is the number that it returned for the latest step; for step 0 before the first.
     """
-
-    def __init__(self) -> None:
-        super().__init__(
-            lambda where, name, value: checked_number(where, name, value, "a positive number, or a schedule", positive)
-        )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:

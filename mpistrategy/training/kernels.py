@@ -19,15 +19,6 @@ from mpistrategy.training.formulas import SCRATCH_ARRAYS, Kernel
 CHUNK_BYTES = 2**19
 
 
-def has_kernel(dtype: np.dtype[Any]) -> bool:
-    """Return whether arrays of `dtype` are updated in pieces: NumPy's own floats, not bfloat16.
-
-    Complex dtypes are left out, because the last bits of their products depend on the alignment of the arrays: NumPy
-    multiplies some elements with fused instructions and others without.
-    """
-    return dtype.kind == "f"
-
-
 class Scratch:
     """Temporary arrays, made once for each dtype."""
 

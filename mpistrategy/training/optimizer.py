@@ -18,9 +18,10 @@ from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
 from mpistrategy.context import cross_replica, warn_if_alone
-from mpistrategy.errors import UnsupportedError
+from mpistrategy.errors import NonFiniteWarning, UnsupportedError
 from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf, is_stateful
@@ -31,20 +32,18 @@ from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregat
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.schedules import Schedule
 from mpistrategy.strategy.current import get_strategy
-from mpistrategy.strategy.strategy import Strategy, is_mirrored
+from mpistrategy.strategy.strategy import is_mirrored
 from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.formulas import Kernel
 from mpistrategy.training.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, GradientBuckets
 from mpistrategy.training.kernels import Scratch
-from mpistrategy.training.plans import StepPlan, StepPlans
-from mpistrategy.training.screening import screened, warn_of
-from mpistrategy.training.sliced import GradientArena, GradientArenas, SlicedStep, can_be_sliced
+from mpistrategy.training.plans import StepPlan, find_plan
+from mpistrategy.training.screening import screened
+from mpistrategy.training.sliced import GradientArena, SlicedStep, arena_for_step, arena_of, can_be_sliced
 from mpistrategy.variables.variable import Variable
 
 Arrays = Sequence[Array] | None
-
-_OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
 
 
 class Optimizer(Kept, NamesOurs, NotPickled, Settable):
@@ -89,7 +88,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     slot_values: Mapping[str, float] = {}
     only_named_rows: ClassVar[bool] = False
 
-    learning_rate: Setting[float] = setting.LearningRate()
+    learning_rate: Setting[float] = setting.LearningRate(
+        lambda where, name, value: checked_number(where, name, value, "a positive number, or a schedule", positive)
+    )
     aggregation: Setting[ReduceOp] = Setting(setting.sum_or_mean)
     global_clipnorm: Setting[float | None] = or_none(
         lambda where, name, value: checked_number(where, name, value, "a positive number or None", positive)
@@ -122,7 +123,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         #: The variables that slots were made for, each with its slots by name, also where it has none; by id.
         #: With the variables themselves, so that no other object gets their ids.
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
-        self._plans, self._arenas, self._scratch = StepPlans(), GradientArenas(), Scratch()
+        self._scratch = Scratch()
+        self._plans: dict[tuple[int, ...], StepPlan] = {}
+        self._arenas: list[GradientArena] = []
         self._calls, self.latest_path = 0, ""
         #: The settings that ranks compare, in order; other attributes are the program's own.
         self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))
@@ -228,7 +231,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
                 check_variable(var, strategy, where)
             call.structure = ", ".join(var._key for var in listed)
             call.agree("place gradients", op=self.aggregation.value, options=options)
-            return self._arenas.of(strategy, listed)
+            return arena_of(self._arenas, strategy, listed)
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Override: update the slots and return what to subtract from the variable; in update context.
@@ -263,28 +266,31 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         where = f"{type(self).__name__}.apply_gradients"
         strategy: Any = required_context(where).strategy
         if strategy._is_default:
-            warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
+            cure = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
+            warn_if_alone(strategy, where, "was called outside every step", cure)
         with Call(strategy.extended.communicator.guard, where, name) as call:
-            gradients, plan = self._plans.find(grads_and_vars, strategy, where)
+            gradients, plan = find_plan(self._plans, grads_and_vars, strategy, where)
             arrays = plan.ordinary(gradients, where)
-            call.step = self._steps_made(strategy, where)
-            call.structure = plan.in_words(self._settings())
+            call.step = self._steps_made()
+            call.structure = f"{self._settings()} for {plan.text}"
             totals = None
             if isinstance(grads_and_vars, GradientBuckets):
                 totals = grads_and_vars._reduced_early(self.aggregation, call)
             trouble = self._step(plan, gradients, arrays, totals, call)
             self._calls += 1
             if self.mirrored_check_steps and self._calls % self.mirrored_check_steps == 0:
-                self._check_mirrored(strategy)
+                slotted = [var for var, _ in self._slots.values()]
+                if mirrored := [var for var in (*slotted, *self.variables) if is_mirrored(var)]:
+                    strategy.assert_mirrored(mirrored)
             number = self.next_step() - 1 if trouble else 0
-        if trouble and self.nonfinite == "warn":  # after the call, since the program may make it an error
-            warn_of(trouble, where, number, strategy.replica_id_in_sync_group)
+        # After the call, since the program may make the warning an error; on replica 0.
+        if trouble and self.nonfinite == "warn" and strategy.replica_id_in_sync_group == 0:
+            warn(f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {number})", NonFiniteWarning)
 
-    def _steps_made(self, strategy: Strategy, where: str) -> int:
+    def _steps_made(self) -> int:
         """Return the number of steps made, which a schedule follows."""
         steps = 0
         if self.iterations is not None:
-            check_variable(self.iterations, strategy, where)
             steps = int(self.iterations._storage)
         if self.schedule is not None:
             setting.follow(self, self.schedule, steps)
@@ -311,7 +317,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             call: the call that all ranks make.
         """
         # A setting may want slots that earlier steps did not want: a momentum that was 0.
-        if self.iterations is None or not plan.has_slots or not self.slot_values.keys() <= plan.slot_names:
+        if self.iterations is None or plan.slot_names is None or not self.slot_values.keys() <= plan.slot_names:
             with cross_replica(plan.strategy):
                 self._step_counter()
                 self._make_slots(plan.variables)
@@ -342,30 +348,27 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
 
     def _make_ready(self, plan: StepPlan, kernel: Kernel | None, call: Call) -> None:
         """Prepare the reduction of ordinary gradients, unless it is prepared already; collective then."""
-        extended, variables = plan.strategy.extended, plan.variables
+        extended, reducer = plan.strategy.extended, plan.strategy.extended._reducer
+        size, in_rank_order = extended.communicator.size, reducer.algorithm._in_rank_order
         screens = self.global_clipnorm is not None or self.nonfinite is not None
-        reducer, choices = extended._reducer, (kernel is None, screens, self.aggregation)
-        key = (*choices, reducer.changes, extended.communicator.guard.level, len(self._arenas))
-        if key == plan.key:
+        key = (kernel is None, screens, self.aggregation, reducer.changes, extended.communicator.guard.level)
+        if (*key, len(self._arenas)) == plan.key:
             return
-        if plan.is_on_gpu:
-            plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts, on_gpu=True)
-            plan.key = key
-            return
-        slots = [*map(self.slots_of, variables)]
-        plan.sliced = plan.reduction = None
-        may_slice = kernel is not None and not screens and reducer.algorithm._in_rank_order
-        if may_slice and can_be_sliced(plan.strategy, variables, slots):
+        plan.sliced, slots = None, [*map(self.slots_of, plan.variables)]
+        may_slice = kernel is not None and not screens and in_rank_order
+        if may_slice and can_be_sliced(plan.strategy, plan.variables, slots):
             call.agree("prepare an update")
             with cross_replica(plan.strategy):
-                gradients = self._arenas.covering(plan.strategy, variables)
+                gradients = arena_for_step(self._arenas, plan.strategy, plan.variables)
             if gradients is not None and gradients.arena.is_shared:
-                plan.sliced = SlicedStep(plan.strategy, gradients, variables, slots, self._scratch)
+                plan.sliced = SlicedStep(plan.strategy, gradients, plan.variables, slots, self._scratch)
             call.expect_more()
-        plan.reduces_nothing = extended.communicator.size == 1 and reducer.algorithm._in_rank_order
-        if plan.sliced is None and not plan.reduces_nothing:
-            plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts)
-        plan.key = (*key[:-1], len(self._arenas))
+        plan.reduces_nothing = plan.is_on_host and size == 1 and in_rank_order
+        needs_reduction = plan.sliced is None and not plan.reduces_nothing
+        plan.reduction = (
+            reducer.plan_of_arrays(self.aggregation, plan.layouts, on_gpu=plan.is_on_gpu) if needs_reduction else None
+        )
+        plan.key = (*key, len(self._arenas))
 
     def _reduced(
         self, plan: StepPlan, gradients: Sequence[Any], arrays: Arrays, call: Call
@@ -396,12 +399,6 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
                 var = plan.variables[number]
                 arguments = totals[number], self.slots_of(var), rows.get(number)
                 plan.strategy.extended.update(var, self.update, args=arguments)
-
-    def _check_mirrored(self, strategy: Strategy) -> None:
-        slotted = [var for var, _ in self._slots.values()]
-        mirrored = [var for var in (*slotted, *self.variables) if is_mirrored(var)]
-        if mirrored:
-            strategy.assert_mirrored(mirrored)
 
     def _formula(self) -> Kernel | None:
         """Return the next step as a kernel; None where `change` or `update` is overridden, and is called instead."""

@@ -23,12 +23,14 @@ from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training.checks import check_variable, checked_gradient
 from mpistrategy.training.gpu_update import FusedUpdate, can_be_fused
-from mpistrategy.training.kernels import ChangedMemory, FlatUpdate, Scratch, has_kernel
+from mpistrategy.training.kernels import ChangedMemory, FlatUpdate, Scratch
 from mpistrategy.training.sliced import SlicedStep
 from mpistrategy.variables.variable import Variable
 
 #: How many variables of a step are named when ranks compare their calls.
 _MOST_NAMED = 12
+#: How many plans an optimizer keeps.
+_MOST_PLANS = 32
 _PAIRS = "an iterable of (gradient, variable) pairs"
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 _NONE, _ARRAYS = type(None), {np.ndarray}
@@ -46,8 +48,8 @@ class StepPlan:
         strategy: as given.
         layouts: the dtypes and shapes of the variables.
         is_usual: whether the strategy reduces and updates as `StrategyExtended` does, so that it need not be asked.
-        is_on_host, is_on_gpu: whether all its variables and slots are there; slots count once they are made.
-        slot_names: the names of the slots.
+        is_on_host, is_on_gpu: whether all its variables are there.
+        slot_names: the names of the slots; None before they are made.
         key: values that the next attributes depend on, besides the variables; `Optimizer` compares it at each step.
         sliced: the sliced step of ordinary gradients; None where there is none.
         reduction: how ordinary gradients are reduced otherwise; None where the strategy is asked.
@@ -56,11 +58,10 @@ class StepPlan:
         singles: the numbers of the variables that `Optimizer.update` updates one by one.
         sparse: the numbers, of `singles`, of variables of which only some rows change.
         changed: the memory of the variables and their slots.
+        text: the variables, as ranks compare them.
     """
 
     changed: ChangedMemory
-    is_on_host: bool
-    is_on_gpu: bool
 
     def __init__(self, pairs: Sequence[tuple[Variable, bool]], strategy: Strategy) -> None:
         # Numbered: two variables may have one shape, and their gradients must not be added to each other.
@@ -71,8 +72,10 @@ class StepPlan:
         kind = type(strategy.extended)
         methods = kind.batch_reduce_to, kind.update
         self.is_usual: bool = methods == (StrategyExtended.batch_reduce_to, StrategyExtended.update)
-        self._note_place([var._storage for var in self.variables])
-        self.slot_names: Set[str] = frozenset()
+        places = {is_on_device(var._storage) for var in self.variables}
+        self.is_on_host: bool = True not in places
+        self.is_on_gpu: bool = False not in places
+        self.slot_names: Set[str] | None = None
         self.key: Any = None
         self.sliced: SlicedStep | None = None
         self.reduction: ArraysPlan | None = None
@@ -81,13 +84,7 @@ class StepPlan:
         self.singles: list[int] = []
         self.sparse: Set[int] = frozenset()
         self._pairs = pairs  # keeps the variables alive, whose ids find the plan
-        self._text = _shortened([f"{number}: {var._key}" for number, var in numbered])
-        self._latest_text = "", ""
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether their slots have been made."""
-        return bool(self.updates or self.singles)
+        self.text: str = _shortened([f"{number}: {var._key}" for number, var in numbered])
 
     def use(self, slots: Sequence[Mapping[str, Variable]], scratch: Scratch, sparse: Set[int] = frozenset()) -> None:
         """Note how the variables are updated.
@@ -102,32 +99,21 @@ class StepPlan:
         arrays = [var._storage for var in self.variables]
         everything = [*arrays, *(slot for entry in memory for slot in entry.values())]
         self.changed = ChangedMemory(everything)
-        self._note_place(everything)
         self.updates, self.singles, self.sparse = [], [], sparse
         are_apart = len({*map(id, arrays)}) == len(arrays)
         together: dict[Any, list[int]] = {}
         for number, array in enumerate(arrays):
-            if number in sparse or not has_kernel(array.dtype):
+            is_fused = are_apart and can_be_fused(array)
+            # Complex dtypes are updated as a whole: the last bits of NumPy's products depend on the arrays' alignment.
+            if number in sparse or array.dtype.kind != "f" or (is_on_device(array) and not is_fused):
                 self.singles.append(number)
-            elif can_be_fused(array) and are_apart:
+            elif is_fused:
                 together.setdefault(array.dtype, []).append(number)
-            elif is_on_device(array):
-                self.singles.append(number)
             else:
                 self.updates.append(([number], FlatUpdate(array, memory[number], scratch)))
         for numbers in together.values():
             fused = FusedUpdate([arrays[number] for number in numbers], [memory[number] for number in numbers])
             self.updates.append((numbers, fused))
-
-    def _note_place(self, arrays: Sequence[Any]) -> None:
-        places = {*map(is_on_device, arrays)}
-        self.is_on_host, self.is_on_gpu = True not in places, False not in places
-
-    def in_words(self, settings: str) -> str:
-        """Return the settings of a step and the variables, as ranks compare them."""
-        if self._latest_text[0] is not settings:
-            self._latest_text = settings, f"{settings} for {self._text}"
-        return self._latest_text[1]
 
     def ordinary(self, gradients: Sequence[Any], where: str) -> Sequence[Array] | None:
         """Return gradients as arrays of their variables' dtypes and place; None where they need another reduction.
@@ -148,35 +134,29 @@ class StepPlan:
         return arrays if are_plain and [*map(_dtype_of, arrays)] == [*map(_dtype_of, self.variables)] else None
 
 
-class StepPlans:
-    """The plans of one optimizer's latest steps."""
-
-    _MOST = 32
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[int, ...], StepPlan] = {}
-
-    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[Sequence[Any], StepPlan]:
-        """Return the gradients that are not None, and the plan of their variables."""
-        if not isinstance(grads_and_vars, Iterable):
-            raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS)
-        pairs = list(grads_and_vars)
-        gradients: Sequence[Any] = ()
-        try:
-            gradients, variables = zip(*pairs, strict=True)
-            key = tuple(map(id, variables))  # the plan keeps all of them alive
-            if _NONE in map(type, gradients):
-                key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
-                gradients = [gradient for gradient in gradients if gradient is not None]
-        except (TypeError, ValueError):
-            key = ()  # what are no pairs has no plan
-        plan = self._plans.get(key)
-        if plan is None or plan.strategy is not strategy:
-            plan = _new_plan(pairs, strategy, where)
-            while len(self._plans) >= self._MOST:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan
-        return gradients, plan
+def find_plan(
+    plans: dict[tuple[int, ...], StepPlan], grads_and_vars: Any, strategy: Strategy, where: str
+) -> tuple[Sequence[Any], StepPlan]:
+    """Return the gradients that are not None, and the plan of their variables; make it, in place of the oldest."""
+    if not isinstance(grads_and_vars, Iterable):
+        raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS)
+    pairs = list(grads_and_vars)
+    gradients: Sequence[Any] = ()
+    try:
+        gradients, variables = zip(*pairs, strict=True)
+        key = tuple(map(id, variables))  # the plan keeps all of them alive
+        if _NONE in map(type, gradients):
+            key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
+            gradients = [gradient for gradient in gradients if gradient is not None]
+    except (TypeError, ValueError):
+        key = ()  # what are no pairs has no plan
+    plan = plans.get(key)
+    if plan is None or plan.strategy is not strategy:
+        plan = _new_plan(pairs, strategy, where)
+        while len(plans) >= _MOST_PLANS:
+            del plans[next(iter(plans))]
+        plans[key] = plan
+    return gradients, plan
 
 
 def _new_plan(pairs: list[Any], strategy: Strategy, where: str) -> StepPlan:

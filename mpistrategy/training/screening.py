@@ -14,14 +14,18 @@ from mpistrategy.arrays.convert import host_array, is_on_device, on_device_of_an
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import IndexedSlices, contribution
-from mpistrategy.errors import NonFiniteError, NonFiniteWarning
+from mpistrategy.errors import NonFiniteError
 from mpistrategy.gradients import global_norm, scale_for, scaled_by
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import NonFinite
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.training.plans import StepPlan
+
+#: One array for each dtype, however many bytes.
+_ANY_BYTES = 2**62
 
 
 def screened(
@@ -54,9 +58,11 @@ def screened(
     on_gpu = any(map(is_on_device, reduced))
     parts, reduced = _gathered(reduced) if on_gpu else (reduced, reduced)
     norm = global_norm(parts) if on_gpu or clip is not None else 0.0
-    broken = None
+    first = len(reduced) + 1
     if policy is not None and not (on_gpu and np.isfinite(norm)):
-        broken = next((number for number, array in enumerate(reduced) if not all_finite(array)), None)
+        first = next((number for number, array in enumerate(reduced) if not all_finite(array)), first)
+    if first > len(reduced) and clip is not None and not np.isfinite(norm):
+        first = len(reduced)
     if clip is not None and on_gpu:
         for part in parts:
             part[...] = scaled_by([part], scale_for(norm, clip))[0]
@@ -64,16 +70,12 @@ def screened(
         reduced = scaled_by(reduced, scale_for(norm, clip))
     if policy is None:
         return reduced, ""
-    first = len(reduced) if broken is None else broken
-    if broken is None and (clip is None or np.isfinite(norm)):
-        first += 1
     ranks = plan.strategy.extended.communicator
     call.expect_more()
-    if ranks.size > 1:
-        call.agree("screen gradients", op=policy)
-        least = np.array([first], np.int64)
-        ranks.allreduce(least, "MIN")
-        first = int(least[0])
+    call.agree("screen gradients", op=policy)
+    least = np.array([first], np.int64)
+    ranks.allreduce(least, "MIN")
+    first = int(least[0])
     if first > len(reduced):
         return reduced, ""
     problem = "a global norm of the gradients that is not finite"
@@ -88,21 +90,18 @@ def screened(
 
 def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
     """Copy arrays in GPU memory into one array for each dtype, by few launches; return these arrays, and the copies."""
-    from mpistrategy.reduction.routes.gpu import move  # here: on CPUs nothing reads it
+    from mpistrategy.reduction.routes.gpu import fill  # here: on CPUs nothing reads it
 
     copies = [array if is_on_device(array) else array.copy() for array in arrays]
     together = [array for array in copies if not is_on_device(array)]
-    with on_device_of_any(arrays):
-        for dtype in dict.fromkeys(array.dtype for array in arrays if is_on_device(array)):
-            numbers = [n for n, array in enumerate(arrays) if is_on_device(array) and array.dtype == dtype]
-            flat = cupy_for("gradients in GPU memory").empty(sum(arrays[n].size for n in numbers), dtype)
-            start = 0
-            for number in numbers:
-                stop = start + arrays[number].size
-                copies[number] = flat[start:stop].reshape(arrays[number].shape)
-                start = stop
-            move([arrays[n] for n in numbers], [copies[n] for n in numbers])
-            together.append(flat)
+    numbers = [number for number, array in enumerate(arrays) if is_on_device(array)]
+    on_gpu = [arrays[number] for number in numbers]
+    with on_device_of_any(on_gpu):
+        for pack in packing.plan(layouts_of(on_gpu), _ANY_BYTES, wire=packing.own_dtype):
+            together.append(cupy_for("gradients in GPU memory").empty(pack.size, pack.dtype))
+            fill(pack, on_gpu, together[-1])
+            for index, view in pack.views(together[-1]):
+                copies[numbers[index]] = view
     return together, copies
 
 
@@ -122,9 +121,3 @@ def _of_ranks(ranks: Ranks, gradient: Any) -> str:
     is_finite = all_finite(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
     broken_ranks = [rank for rank, text in enumerate(ranks.allgather_text("" if is_finite else "not finite")) if text]
     return f"of {ranks_in_words(broken_ranks)}" if broken_ranks else "no rank had such numbers: their sum overflowed"
-
-
-def warn_of(trouble: str, where: str, step: int, rank: int) -> None:
-    """Warn on replica 0, at the line of the program that makes the call."""
-    if rank == 0:
-        warn(f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {step})", NonFiniteWarning)

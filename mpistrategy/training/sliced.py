@@ -30,7 +30,7 @@ from mpistrategy.variables.variable import Variable
 
 #: Dtypes that are added without conversion, and whose sums do not depend on the alignment of the arrays.
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
-#: From how many arenas on an optimizer makes none by itself: the second is for variables without gradients at first.
+#: From so many arenas on a step makes no other one: the second is for variables that had no gradients at first.
 _MOST_ARENAS = 2
 
 
@@ -72,35 +72,28 @@ class GradientArena:
         return Place(self._memory[bucket], place.start * var.dtype.itemsize)
 
 
-class GradientArenas:
-    """The gradient arenas of one optimizer."""
+def arena_of(arenas: list[GradientArena], strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
+    """Return the arena of exactly these variables; where there is none, append one.  Collective then."""
+    for arena in arenas:
+        if [*map(id, arena.variables)] == [*map(id, variables)]:
+            return arena
+    arenas.append(GradientArena(strategy.arena(list(variables)), variables))
+    return arenas[-1]
 
-    def __init__(self) -> None:
-        self._arenas: list[GradientArena] = []
 
-    def __len__(self) -> int:
-        """Return how many there are: a step that was prepared before an arena was made is prepared again."""
-        return len(self._arenas)
+def arena_for_step(
+    arenas: list[GradientArena], strategy: Strategy, variables: tuple[Variable, ...]
+) -> GradientArena | None:
+    """Return an arena that has these variables among others; where there is none, append one.  Collective then.
 
-    def of(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
-        """Return the arena of exactly these variables.  Collective when there is none yet."""
-        for arena in self._arenas:
-            if [*map(id, arena.variables)] == [*map(id, variables)]:
-                return arena
-        self._arenas.append(GradientArena(strategy.arena(list(variables)), variables))
-        return self._arenas[-1]
-
-    def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena | None:
-        """Return an arena that has these variables among others.  Collective when there is none yet.
-
-        Returns:
-            None instead of a further arena, where other variables have gradients in every step: memory would grow.
-        """
-        ids = {*map(id, variables)}
-        for arena in reversed(self._arenas):
-            if ids <= arena.numbers.keys():
-                return arena
-        return self.of(strategy, variables) if len(self) < _MOST_ARENAS else None
+    Returns:
+        None instead of a third arena, where other variables have gradients in every step: memory would grow.
+    """
+    ids = {*map(id, variables)}
+    for arena in reversed(arenas):
+        if ids <= arena.numbers.keys():
+            return arena
+    return arena_of(arenas, strategy, variables) if len(arenas) < _MOST_ARENAS else None
 
 
 def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]) -> bool:
@@ -108,12 +101,16 @@ def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequ
     ranks = strategy.extended.communicator
     one_node = ranks.size > 1 and ranks.nodes == 1
     everything = [*variables, *(slot for beside in slots for slot in beside.values())]
-    return one_node and len({*map(id, variables)}) == len(variables) and all(map(_is_shared, everything))
-
-
-def _is_shared(var: Variable) -> bool:
-    kept_equal = var.synchronization is VariableSynchronization.ON_WRITE
-    return kept_equal and var.dtype in _DTYPES and var._memory_slot is not None
+    return (
+        one_node
+        and len({*map(id, variables)}) == len(variables)
+        and all(
+            var.synchronization is VariableSynchronization.ON_WRITE
+            and var.dtype in _DTYPES
+            and var._memory_slot is not None
+            for var in everything
+        )
+    )
 
 
 def _place_of(var: Variable) -> Place:
@@ -192,7 +189,6 @@ class SlicedStep:
     ) -> None:
         self._ranks = strategy.extended.communicator
         self._values = [gradients.arena._leaves[gradients.numbers[id(var)]] for var in variables]
-        self._scratch = scratch
         runs = _runs(gradients, variables, slots)
         me = self._ranks.local_rank
         #: What a step writes, and where it collects gradients.
@@ -205,21 +201,24 @@ class SlicedStep:
             if number is not None:
                 self._own[number] = share
             for piece in chunks(share.start, share.stop, chunk_size(run.dtype)):
-                self._chunks.append(self._chunk(run, number, piece, tuple(slots[0])))
-
-    def _chunk(self, run: _Run, number: int | None, piece: slice, names: Sequence[str]) -> _Chunk:
-        me, scratch = self._ranks.local_rank, self._scratch.of(run.dtype, piece.stop - piece.start)
-        parameters, gradients, *slots = (place.replicas(piece, run.dtype) for place in run.places)
-        return _Chunk(
-            number,
-            piece,
-            gradients,
-            scratch[SCRATCH_ARRAYS],
-            parameters[me],
-            {name: replicas[me] for name, replicas in zip(names, slots, strict=True)},
-            scratch[:SCRATCH_ARRAYS],
-            [(all_of[me], peer) for all_of in (parameters, *slots) for peer in all_of if peer is not all_of[me]],
-        )
+                buffers = scratch.of(run.dtype, piece.stop - piece.start)
+                parameters, parts, *beside = (place.replicas(piece, run.dtype) for place in run.places)
+                chunk = _Chunk(
+                    number,
+                    piece,
+                    parts,
+                    buffers[SCRATCH_ARRAYS],
+                    parameters[me],
+                    {name: replicas[me] for name, replicas in zip(slots[0], beside, strict=True)},
+                    buffers[:SCRATCH_ARRAYS],
+                    [
+                        (all_of[me], peer)
+                        for all_of in (parameters, *beside)
+                        for peer in all_of
+                        if peer is not all_of[me]
+                    ],
+                )
+                self._chunks.append(chunk)
 
     def run(self, gradients: Sequence[Array], kernel: Kernel, op: ReduceOp, call: Call) -> None:
         """Combine the gradients and make one step in every copy, on all ranks.
@@ -259,9 +258,7 @@ class SlicedStep:
         moved: Sequence[int] = range(len(gradients))
         if any(gradient.base is not None for gradient in gradients):  # views: some are views of the arena
             pairs = enumerate(zip(gradients, self._values, strict=True))
-            moved = [
-                number for number, (gradient, value) in pairs if gradient.base is None or not _is_same(gradient, value)
-            ]
+            moved = [number for number, (array, value) in pairs if array.base is None or not _is_same(array, value)]
             # Gradients that share memory with other gradients, or with the step's arrays, are copied before a write.
             gradients = self._changed.apart([gradients[at] for at in moved])
         for number, gradient in zip(moved, gradients, strict=True):

@@ -424,9 +424,7 @@ class Variable(ArrayLike, Settable):
         return np.array(host_array(self._read(name)), copy=True)
 
     def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a variable without axes")
-        return self.shape[0]
+        return len(self._storage)
 
     def __repr__(self) -> str:
         policy = f"{self.synchronization.name}/{self.aggregation.name}"

@@ -35,6 +35,6 @@ def soak(options: argparse.Namespace) -> bool:
             read.append(hostile.read_checkpoints(program, folder / "c", count, dice, partial=partial))
         read.append(hostile_others.read_thresholds(folder, options.count // 10, dice))
     for figures in read:
-        print(figures.line(), *figures.foreign, *figures.hangs, sep="\n  ")
+        print(figures.line(), *figures.foreign, sep="\n  ")
     print(f"the peak of memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB")
-    return not all(figures.is_good for figures in read)
+    return any(figures.foreign for figures in read)

@@ -19,8 +19,14 @@ from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
 
+
+def variable(array: Any) -> ms.Variable:
+    with ms.OneDeviceStrategy().scope():  # of this rank alone
+        return ms.Variable(array)
+
+
 KINDS = {
-    "Variable": ms.Variable,
+    "Variable": variable,
     "PerReplica": lambda array: ms.PerReplica((array,)),
     "Mirrored": lambda array: ms.Mirrored((array,)),
 }

@@ -158,12 +158,11 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "another way of copying": lambda c: item(c, "x", 1, "product"),
     "no values": lambda c: item(c, "plain", 6, []),
     "a shape of a value": lambda c: item(c, "plain", 3, ["x"]),
+    "an item of nothing": lambda c: c["items"].update({"none/x": c["items"]["x"]}),
     "values of a rank": lambda c: item(c, "plain", 1, "own"),
     "shards without end": lambda c: item(c, "x", 4, [0] * 10**6),
     "no shard": lambda c: item(c, "x", 4, []),
     "a negative shard": lambda c: item(c, "x", 4, [-1]),
-    "a name that stands twice": lambda c: c.update(names=c["names"] * 2),
-    "a name of nothing": lambda c: c["names"].append("forged"),
     "words that are to be added": lambda c: c["items"]["x"].__setitem__(slice(1, 5), ["SUM", "<U6", [1], []]),
     "a version that is long": lambda c: c.update(written_by="x" * 1000),
 }
@@ -220,7 +219,7 @@ def test_random_changes(tmp_path: Path, partial: bool, count: int) -> None:
     program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
     program.checkpoint.save(tmp_path / "c")
     figures = hostile.read_checkpoints(program, tmp_path / "c", count, random.Random(5 + partial), partial=partial)
-    assert figures.is_good, "\n".join([figures.line(), *figures.foreign, *figures.hangs])
+    assert figures.foreign == [], figures.line()
     assert 0 < figures.fine < figures.read
 
 
@@ -257,7 +256,6 @@ def test_what_a_checkpoint_says_does_not_steer_the_terminal(tmp_path: Path) -> N
     def lie(content: Any) -> None:
         content |= {"layout": {f"{steer}key": [{"x": steer}, 1.5, None]}, "written_by": "1\x1b[2J"}
         content["items"][f"{steer}name"] = content["items"]["words"]
-        content["names"].append(f"{steer}name")
 
     rewritten(tmp_path / "c", lie)
     with pytest.raises(ms.errors.CheckpointMismatchError) as caught:

@@ -232,9 +232,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 def test_the_command_prints_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert command(capsys, "multi_node") == (0, written_to("FILE", "multi_node"), "")
-    source = tmp_path / "job.toml"
-    source.write_text('nodes = 4\narguments = ["--rate", "0.1"]\ntime = "1:00:00"\n')
-    status, printed, _ = command(capsys, "multi_node", "nodes=8", "--from", source)
+    status, printed, _ = command(capsys, "multi_node", "nodes=8", "arguments=--rate 0.1", "time=1:00:00")
     assert (status, printed) == (0, written_to("FILE", "multi_node", nodes=8, arguments=["--rate", "0.1"], time=60))
     evil = tmp_path / "a\ntouch b"
     assert command(capsys, "requeue", "-o", evil)[0] == 0
@@ -284,7 +282,6 @@ def test_all_files_are_written_at_once(capsys: pytest.CaptureFixture[str], tmp_p
         ([], "found no template; expected a template, or --list, or --all FOLDER"),
         (["multi_node", "nodes"], "found 'nodes'; expected each key once, as KEY=VALUE"),
         (["multi_node", "nodes=1", "nodes=2"], "found 'nodes' twice"),
-        (["multi_node", "--from", "/there/is/none.toml"], "No such file"),
         (["multi_node", "-o", "/there/is/none"], "No such file"),
         (["single_node", "task_per_node=4"], "Did you mean 'tasks_per_node'?"),
         (["multi-node"], "Did you mean 'multi_node'?"),

@@ -153,8 +153,8 @@ def test_another_number_of_batches_raises_where_it_is_known(strategy: ms.Mirrore
     batches = dict.fromkeys(range(2 + ODD), np.zeros(4)).values()  # no sequence: of it only the length is known
     for outcome in outcomes(lambda: taken(strategy, batches)):
         assert outcome.error is errors.CollectiveMismatchError, outcome.text
-        assert "3 batches" in outcome.text
-        assert "2 batches" in outcome.text
+        assert "3 global batches" in outcome.text
+        assert "2 global batches" in outcome.text
 
 
 def test_no_batches_on_any_rank(strategy: ms.MirroredStrategy) -> None:

@@ -82,20 +82,17 @@ def read_environment(folder: Path, pairs: list[tuple[str, str]]) -> Figures:
     for number, (name, value) in enumerate(pairs):
         (here := folder / f"job{number}").mkdir()
         given = {name: value.replace("{folder}", str(folder)), "FOLDER": str(here)}
-        title = f"{name}={value[:40]!r}"
         figures.read += 1
         try:
             job = launching.launch(2, [program], timeout=_STARTING_SECONDS + MOST_SECONDS, env=given, cwd=here)
         except TimeoutError as error:
-            figures.hangs.append(f"{title}: {str(error)[-2000:]}")
+            figures.foreign.append(f"{name}={value[:40]!r}: {str(error)[-2000:]}")
             continue
         figures.slowest = max(figures.slowest, job.seconds)
-        raised = set(
-            re.findall(r"^(?:\[rank \d/\d\] )*([A-Za-z_][\w.]*(?:Error|Exception)): ", job.stderr, re.MULTILINE)
-        )
-        ours = {each.rpartition(".")[2] for each in raised if each.startswith("mpistrategy.errors.")}
+        raised = re.findall(r"(?m)^(?:\[rank \d/\d\] )*([A-Za-z_][\w.]*(?:Error|Exception)): ", job.stderr)
+        ours = {each for each in raised if each.startswith("mpistrategy.errors.")}
         figures.errors.update(ours)
         figures.fine += not job.returncode
-        if raised - {f"mpistrategy.errors.{each}" for each in ours} or (job.returncode and not ours):
-            figures.foreign.append(f"{title}: status {job.returncode}: {job.stderr[-600:]}")
+        if {*raised} - ours or (job.returncode and not ours):
+            figures.foreign.append(f"{name}={value[:40]!r}: status {job.returncode}: {job.stderr[-600:]}")
     return figures

@@ -166,8 +166,9 @@ def test_a_bad_weight_raises_on_every_rank(strategy: ms.Strategy, way: str, what
     assert [one.error for one in ended] == [kind] * SIZE, ended
     ended = outcomes(weighted, strategy, way, ONES, None if RANK == SIZE - 1 else 1)
     assert {one.error for one in ended} == {errors.CollectiveMismatchError if SIZE > 1 else None}
-    with pytest.raises(errors.OptionError, match="axis"):  # there rows are the weights
-        strategy.reduce("MEAN", np.ones((2, 2)), axis=0, weight=1)
+    for value, more in ((np.ones((2, 2)), {"weight": 1}), (strategy.arena(np.ones((2, 2))), {})):
+        with pytest.raises(errors.OptionError, match="axis=0 with an arena or weight="):  # rows are the weights there
+            strategy.reduce("MEAN", value, axis=0, **more)
     assert still_works(strategy)
 
 

@@ -108,6 +108,12 @@ def _before(operation: str, name: str) -> None:
         watcher(operation, name)
 
 
+def change(do: Callable[..., object], *paths: str) -> None:
+    """Remove or rename what is at some paths.  A new name must be free, or an empty folder."""
+    _before(do.__name__, " -> ".join(map(os.path.basename, paths)))
+    do(*paths)
+
+
 def new_folder(prefix: str) -> str:
     """Make a folder, whose path begins with `prefix` and is unique; return its path."""
     path = f"{prefix}{secrets.token_hex(8)}"
@@ -136,12 +142,6 @@ def write(path: str, pieces: Iterable[Any]) -> tuple[int, str]:
     return size, checksum.hexdigest()
 
 
-def unlink(path: str) -> None:
-    """Remove a file."""
-    _before("unlink", os.path.basename(path))
-    os.unlink(path)
-
-
 def sync(folder: str) -> None:
     """Sync the names in a folder to the disk."""
     _before("fsync", os.path.basename(folder))
@@ -153,12 +153,6 @@ def sync(folder: str) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def rename(old: str, new: str) -> None:
-    """Rename a folder; the new name must be free, or an empty folder."""
-    _before("rename", f"{os.path.basename(old)} -> {os.path.basename(new)}")
-    os.rename(old, new)
 
 
 # ------------------------------------------------------------------------------------------------ locks
@@ -264,9 +258,8 @@ def remove(folder: str) -> None:
     """
     if is_folder(folder) and not foreign(folder):
         for name in sorted(os.listdir(folder)):  # manifest.json comes before the shards
-            unlink(os.path.join(folder, name))
-        _before("rmdir", os.path.basename(folder))
-        os.rmdir(folder)
+            change(os.unlink, os.path.join(folder, name))
+        change(os.rmdir, folder)
 
 
 def sweep(folder: str, names: re.Pattern[str]) -> str:

@@ -114,7 +114,6 @@ class Manifest:
         ranks: how many ranks saved it.
         shards: its files.
         items: the items, by path.
-        names: the names of the objects.
         layout: `Strategy.layout()` of the job that wrote it.
         written_by: the version of this package.
     """
@@ -122,9 +121,13 @@ class Manifest:
     ranks: int
     shards: tuple[Shard, ...]
     items: dict[str, Item]
-    names: tuple[str, ...]
     layout: dict[str, Any] = field(default_factory=dict)
     written_by: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the objects."""
+        return [path for path in self.items if "/" not in path]
 
     @property
     def of_each_rank(self) -> dict[str, Item]:
@@ -145,7 +148,6 @@ class Manifest:
         body = {
             "ranks": self.ranks,
             "shards": [[*vars(shard).values()] for shard in self.shards],
-            "names": self.names,
             "items": {path: [*vars(item).values()] for path, item in self.items.items()},
             "layout": self.layout,
             "written_by": self.written_by,
@@ -199,7 +201,7 @@ def parse(data: bytes, where: str) -> Manifest:
         raise damaged(where, f"a manifest that contradicts itself ({str(error)[:80]})") from error
 
 
-def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, written_by: Any) -> Manifest:
+def _manifest(*, ranks: Any, shards: Any, items: Any, layout: Any, written_by: Any) -> Manifest:
     _require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
     for nbytes, checksum, writer in shards:
         _require(_is_count(nbytes, MOST_BYTES) and _is_count(writer, ranks - 1), "shards")
@@ -208,12 +210,11 @@ def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, w
     # A small file cannot speak of many ranks: the data of each rank take memory.
     least = ranks * _LEAST_OF_A_RANK if any(item.is_of_each_rank for item in checked.values()) else 0
     _require(least <= sum(nbytes for nbytes, _, _ in shards), "ranks")
-    _require(all(isinstance(name, str) and name in checked for name in names), "names")
-    _require(len(set(names)) == len(names) and isinstance(layout, dict), "names")
     _require(not any(path.startswith("_") for path, item in checked.items() if item.is_array), "paths")
-    _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
+    _require(all(path.rpartition("/")[0] in checked for path in checked if "/" in path), "paths")
+    _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
     files = tuple(Shard(*packed) for packed in shards)
-    return Manifest(ranks, files, checked, tuple(names), layout, printable(written_by, ""))
+    return Manifest(ranks, files, checked, layout, printable(written_by, ""))
 
 
 def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, keys: Any, values: Any) -> Item:

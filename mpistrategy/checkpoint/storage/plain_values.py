@@ -25,12 +25,8 @@ def to_json(value: Any) -> Any:
     """
     try:
         return _packed(value, 0)
-    except _NotPlainError:
+    except TypeError:
         return NOT_PLAIN
-
-
-class _NotPlainError(Exception):
-    """A value has no JSON."""
 
 
 def _packed(value: Any, depth: int) -> Any:
@@ -48,7 +44,7 @@ def _packed(value: Any, depth: int) -> Any:
         return items if kind is list else {"tuple": items}
     if depth <= _DEEPEST and kind is dict and all(type(key) in (str, int) for key in value):
         return {"dict": [[key, _packed(item, depth + 1)] for key, item in value.items()]}
-    raise _NotPlainError
+    raise TypeError("not plain")
 
 
 #: What returns the value, by the type that is named.

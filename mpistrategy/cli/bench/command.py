@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         return _fail(f"mpistrategy bench: found --devices {options.devices} with --save; expected one of the two")
     # Saved thresholds must not influence their own measurement.
     with trying(DEFAULT) if options.save else nullcontext():
-        started = start("mpistrategy bench", options.devices)
+        started = _start(options.devices)
     if started is None:
         return _COULD_NOT
     ranks, strategy = started
@@ -71,20 +71,18 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def start(program: str, devices: str = "cpu") -> tuple[RawRanks, Strategy] | None:
+def _start(devices: str) -> tuple[RawRanks, Strategy] | None:
     """Start MPI; return the ranks and their strategy; None, after a message, where that cannot be done."""
     try:
         strategy = MirroredStrategy(devices)
     except (DeviceError, UnsupportedError) as error:  # on all ranks
         claim = claim_in(os.environ)
         if claim is None or claim.rank == 0:
-            _fail(f"{program} --devices {devices}: {error}")
+            _fail(f"mpistrategy bench --devices {devices}: {error}")
         return None
     if strategy.num_replicas_in_sync == 1:
-        _fail(
-            f"{program}: found one rank; expected several to measure between. "
-            f"Start it with your launcher: mpiexec -n 2 {program}"
-        )
+        words = "found one rank; expected several to measure between. Start it with your launcher: mpiexec -n 2"
+        _fail(f"mpistrategy bench: {words} mpistrategy bench")
         return None
     from mpistrategy.cli.bench.raw import RawRanks
 

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     # srun --kill-on-bad-exit ends the ranks that are still at it when the first has ended, and reports their status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if job.missing:
-        ranks.abort(_BAD)
+        ranks.comm.Abort(_BAD)
     status = ranks.from_first(status)
     faulthandler.cancel_dump_traceback_later()
     return status
@@ -110,7 +110,7 @@ def _meet(options: argparse.Namespace, ranks: Ranks, own_facts: Facts, end: floa
     leaders, local_rank = ranks.places()
     all_facts = [facts.UNKNOWN | json.loads(texts[rank]) | {"leader": leaders[rank]} for rank in sorted(texts)]
     job = Job(all_facts, options.ranks)
-    differ = any(job.with_several(key) for key in ("mpistrategy", "python", "thread_level"))  # it may hang then
+    differ = any(job.differing(key)[0] for key in ("mpistrategy", "python", "thread_level"))  # it may hang then
     if ranks.from_first(int(differ)):
         return replace(job, untried="the ranks run different versions, or started MPI differently")
     if ranks.size > 1:

@@ -133,11 +133,9 @@ def _trial(ranks: Ranks, local_rank: int) -> Outcome:
 
 
 def _seconds(ranks: Ranks, work: Callable[[], None]) -> float:
-    """Return the seconds of the best of some rounds; the slowest rank counts.  Collective."""
-    times = []
+    """Return the seconds of one call of several in a row; the slowest rank counts.  Collective."""
+    ranks.comm.Barrier()
+    before = time.perf_counter()
     for _ in range(_ROUNDS):
-        ranks.comm.Barrier()
-        before = time.perf_counter()
         work()
-        times.append(ranks.slowest(time.perf_counter() - before))
-    return min(times)
+    return ranks.slowest(time.perf_counter() - before) / _ROUNDS

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from glob import glob
+from shutil import disk_usage
 from typing import TYPE_CHECKING
 
 from mpistrategy.cli.doctor import network
@@ -16,7 +17,7 @@ from mpistrategy.cli.doctor.findings import Facts, parts_of
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.job import introductions, launcher
-from mpistrategy.mpi.shared_memory.memory_limits import file_system, memory
+from mpistrategy.mpi.shared_memory.memory_limits import memory
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import size_in_words
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 UNKNOWN: Facts = {
     # Its number, and how many MPI counts; its node; by MPI the node's first rank.
     "rank": 0, "size": 1, "host": "", "leader": 0,
-    # Versions, of the MPI library with its name; the MPI that mpi4py was built for; the files of MPI libraries that
-    # the process has loaded; what MPI was started with.
-    "python": "", "mpistrategy": "", "numpy": "", "mpi4py": "", "library": "", "built_for": "", "libraries": (),
+    # Versions, of the MPI library with its name; the files of MPI libraries that the process has loaded; what MPI was
+    # started with.
+    "python": "", "mpistrategy": "", "numpy": "", "mpi4py": "", "library": "", "libraries": (),
     "thread_level": "multiple",
     # The launcher, how many processes it started (0: unknown), this process's number, and the variables that say so;
     # what the launcher offers for the ranks to meet; why the library would not start here, and the cure.
@@ -89,7 +90,7 @@ def of_mpi(ranks: Ranks) -> Facts:
     from mpistrategy.cli.doctor import cuda_trial
     from mpistrategy.mpi.gpu.device_selection import look
 
-    library, shm, sight = library_name(ranks.version), file_system("/dev/shm"), look()
+    library, sight = library_name(ranks.version), look()
     refusal: tuple[str, ...] = ()
     try:
         launcher.check_world(ranks.size, library, "mpistrategy doctor")
@@ -100,7 +101,7 @@ def of_mpi(ranks: Ranks) -> Facts:
         "libraries": [path for path in loaded_mpi.mapped_files() if loaded_mpi.is_mpi(path)],
         "refusal": refusal,
         "network": network.network(),
-        "shm_free": shm.free if shm is not None else -1,
+        "shm_free": disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else -1,
         "sight": sight.text(),
         "cuda_refused": cuda_trial.obstacle() if sight.gpus else "",
     }

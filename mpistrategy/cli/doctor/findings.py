@@ -63,11 +63,18 @@ class Job:
         """The ranks of each node, by the node's first rank."""
         return by(self.facts, "leader")
 
-    def with_several(self, key: str) -> dict[Any, list[int]]:
-        """Return the ranks by the value of a fact, the most frequent first; empty if all ranks have one value."""
-        groups = {value: ranks_of(members) for value, members in by(self.facts, key).items()}
-        ordered = sorted(groups.items(), key=lambda pair: (-len(pair[1]), pair[1]))
-        return dict(ordered) if len(groups) > 1 else {}
+    def differing(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """Return the values of a fact with their ranks, in words, and the ranks outside the majority.
+
+        Empty where all ranks have one value; all ranks where there is no majority.
+        """
+        groups = [(ranks_of(members), value) for value, members in by(self.facts, key).items()]
+        groups.sort(key=lambda group: (-len(group[0]), group[0]))
+        if len(groups) == 1:
+            return "", ()
+        words = "; ".join(f"{value} on {ranks_in_words(ranks)}" for ranks, value in groups)
+        odd = groups[len(groups[0][0]) > len(groups[1][0]) :]
+        return words, tuple(sorted(rank for ranks, _ in odd for rank in ranks))
 
 
 def by(facts: Sequence[Facts], key: str) -> dict[Any, list[Facts]]:
@@ -95,19 +102,6 @@ def finding_of(check: str, verdict: str, facts: Sequence[Facts], found: str, fix
     ranks = ranks_of(facts)
     values = {**facts[0], "these_ranks": ranks_in_words(ranks), **extra}
     return Finding(check, verdict, found.format_map(values), fix.format_map(values), tuple(ranks))
-
-
-def odd_ranks(ranks_by_value: dict[Any, list[int]]) -> tuple[int, ...]:
-    """Return the ranks outside the majority, of a result of `Job.with_several`; all ranks, without a majority."""
-    groups = list(ranks_by_value.values())
-    if len(groups[0]) > len(groups[1]):
-        groups = groups[1:]
-    return tuple(sorted(rank for ranks in groups for rank in ranks))
-
-
-def in_words(ranks_by_value: dict[Any, list[int]]) -> str:
-    """Return ``2.4.1 on ranks 0, 1, 2; 2.3.0 on rank 3``."""
-    return "; ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in ranks_by_value.items())
 
 
 def count(number: int, noun: str) -> str:

@@ -5,15 +5,16 @@ MPICH aborts where it cannot speak the PMI of its launcher.  It ends in a Bus er
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from shutil import disk_usage
 
 from mpistrategy.cli.doctor.findings import BAD, Facts, Finding
 from mpistrategy.mpi.job import launcher
-from mpistrategy.mpi.shared_memory.memory_limits import file_system
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import size_in_words
 
@@ -31,7 +32,8 @@ def refusal(facts: Facts, environment: Mapping[str, str]) -> Finding | None:
     """
     # The second variable names the kind of PMI.
     offers_pmix = "PMIX_NAMESPACE" in environment and "MPIR_CVAR_PMI_VERSION" not in environment
-    room, needed = file_system("/dev/shm"), _ranks_here(environment) * _BYTES_A_RANK
+    room = disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    needed = _ranks_here(environment) * _BYTES_A_RANK
     is_small = room is not None and room.total < needed
     version = _version_text() if offers_pmix or is_small else ""
     if not version.startswith("MPICH "):

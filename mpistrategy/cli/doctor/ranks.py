@@ -5,7 +5,6 @@ Importing it starts MPI.
 
 from __future__ import annotations
 
-import sys
 import time
 
 import mpi4py
@@ -48,7 +47,6 @@ class Ranks:
             "rank": self.rank,
             "size": self.size,
             "mpi4py": mpi4py.__version__,
-            "built_for": str(MPI.get_vendor()[0]),
             "thread_level": _LEVELS[MPI.Query_thread()],
         }
 
@@ -105,8 +103,3 @@ class Ranks:
             communicator.free()
         expected = pattern * self.size + self.size * (self.size - 1) / 2
         return self.all_right(bool((total == expected).all()))
-
-    def abort(self, status: int) -> None:
-        """End the job."""
-        sys.stdout.flush()
-        self.comm.Abort(status)

@@ -32,7 +32,6 @@ _LONG_SECONDS = 10.0
 #: Watchdogs write once a second.
 _OLD_SECONDS = 2.0
 _MOST_ROWS = 64
-_MOST_TROUBLES = 8
 _HANGS, _COULD_NOT = 1, 2
 _PATIENCE_SECONDS = 40
 _MOST_LETTERS = 700  # a multiple of four
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the state of the job of the options; return 0 if nothing hangs, 1 if something does, 2 if unknown."""
     number, title = options.job or "", f"job {options.job}" if options.job else f"the job of process {options.pid}"
     view = of_slurm_job(number) if number else node_view.of_processes([options.pid])
-    for trouble in view.troubles[:_MOST_TROUBLES]:
+    for trouble in view.troubles:
         sys.stderr.write(f"mpistrategy doctor: {title}: not seen: {printable(trouble)}\n")
     if not view.statuses:
         return _COULD_NOT
@@ -67,12 +66,11 @@ def of_slurm_job(job: str) -> View:
     jobs = [line.split() for line in output.splitlines()]
     if len(jobs) == 1:
         return _on_nodes(*jobs[0])
-    if jobs:
-        return View([], [], [f"{job} is an array of {len(jobs)} jobs: name one, such as {job}_0"])
     # Slurm soon forgets a job that has ended.
     file = f"{run_directory.PREFIX}{job}-*/{run_directory.ROLL_CALL}"
     ended = f"if it has ended because a collective was late, its roll call is {file} in its folder"
-    return View([], [], [trouble or "it does not run", ended])
+    several = f"it is an array of {len(jobs)} jobs: name one, such as {job}_0"
+    return View([], [], [several] if jobs else [trouble or "it does not run", ended])
 
 
 def _step(number: str, nodes: str) -> list[str]:

@@ -6,7 +6,6 @@ import argparse
 import difflib
 import inspect
 import sys
-from collections.abc import Iterable
 
 from mpistrategy.cli.guide import pages, reference
 from mpistrategy.cli.guide.terminal import for_terminal
@@ -46,7 +45,8 @@ def _show(query: str) -> int:
     by_lower_case = {entry.lower(): entry for entry in (*by_name, *classes)}
     match = by_lower_case.get(name.lower())
     if match is None:
-        return _refuse(f"there is no page {query!r}", name, by_lower_case.values())
+        near = [by_lower_case[entry] for entry in difflib.get_close_matches(name.lower(), by_lower_case, 4, 0.6)]
+        return _refuse(f"there is no page {query!r}", *([f"the nearest: {', '.join(near)}"] if near else []))
     print(for_terminal(by_name[match].text if match in by_name else _about(classes[match])))
     return 0
 
@@ -71,12 +71,9 @@ def _search(word: str) -> int:
         if len(lines) > _HITS:
             print(f"  and {len(lines) - _HITS} more")
         hits += len(lines)
-    return 0 if hits else _refuse(f"no page has {word!r}", word, pages.words())
+    return 0 if hits else _refuse(f"no page has {word!r}")
 
 
-def _refuse(problem: str, word: str, names: Iterable[str]) -> int:
-    by_lower_case = {name.lower(): name for name in names}
-    matches = [by_lower_case[match] for match in difflib.get_close_matches(word.lower(), by_lower_case, 4, 0.6)]
-    more = f"the nearest: {', '.join(matches)}" if matches else "mpistrategy guide --list shows all pages"
+def _refuse(problem: str, more: str = "mpistrategy guide --list shows all pages") -> int:
     sys.stderr.write(f"mpistrategy guide: {problem}; {more}\n")
     return _COULD_NOT

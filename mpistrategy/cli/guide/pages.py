@@ -1,10 +1,9 @@
-"""The pages of the guide, which are files of the package: parts, titles, words."""
+"""The pages of the guide, which are files of the package: parts and titles."""
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
-import re
 from dataclasses import dataclass
 
 from mpistrategy.cli.guide import reference
@@ -47,8 +46,3 @@ def pages() -> dict[str, Page]:
     texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files} | reference.written()
     order = [name for names in PARTS.values() for name in names if name in texts]
     return {name: Page(name, texts[name]) for name in (*order, *sorted(texts.keys() - {*order}))}
-
-
-def words() -> set[str]:
-    """Return the words and names in all pages that are long enough to be misspelt."""
-    return {word for page in pages().values() for word in re.findall(r"[A-Za-z_][\w-]{3,}", page.text)}

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpistrategy import own_files
@@ -27,7 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "statement", nargs="*", metavar="KEY=VALUE", help="what the job is to be; --list shows the keys"
     )
-    parser.add_argument("--from", dest="source", metavar="FILE.toml", help="read keys from there; those above win")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the script there; default: the screen")
     parser.add_argument("--force", action="store_true", help="overwrite files")
     parser.add_argument("--list", action="store_true", help="show templates, keys and sites")
@@ -54,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _render(options: argparse.Namespace) -> None:
-    site, settings = scripts.checked(options.template, _statement(options))
+    site, settings = scripts.checked(options.template, _statement(options.statement))
     name = os.path.basename(options.output or "")
     file = shlex.quote(name) if name and name.isprintable() else "FILE"
     text = scripts.written(options.template, site, settings, file)
@@ -65,19 +64,16 @@ def _render(options: argparse.Namespace) -> None:
         _write(Path(options.output), text)
 
 
-def _statement(options: argparse.Namespace) -> Mapping[str, object]:
-    """Return the statement: the keys of the file, overridden by the keys of the command line."""
+def _statement(words: Sequence[str]) -> Mapping[str, object]:
+    """Return the statement that the words of the command line make."""
     statement: dict[str, object] = {}
-    for word in options.statement:
+    for word in words:
         key, equals, value = word.partition("=")
         if not equals or key in statement:
             problem = f"{key!r} twice" if equals else f"{word!r}"
             raise OptionError.at(_WHERE, found=problem, expected="each key once, as KEY=VALUE")
         statement[key] = value
-    try:
-        return (sites.read_toml(options.source) if options.source is not None else {}) | statement
-    except ValueError as error:
-        raise OptionError.at(_WHERE, found=f"{options.source} ({error})", expected="a file in TOML") from None
+    return statement
 
 
 def listing() -> str:

@@ -104,12 +104,6 @@ class Lines:
         comment = re.search(r" +# .*", self.lines[at])
         self.lines[at] = f"{name}={value}{comment[0] if comment else ''}"
 
-    def replace(self, line: str, lines: Sequence[str]) -> int:
-        """Replace the line that begins so by other lines; return the number of the line after them."""
-        at = self.find(line)
-        self.lines[at : at + 1] = lines
-        return at + len(lines)
-
     def launch(self, lines: Sequence[str]) -> None:
         """Replace the paragraph that starts the ranks, as far as its last ``launch``, by other lines."""
         first = last = self.find("launch=(")
@@ -316,12 +310,13 @@ def _write_launch(lines: Lines, site: Site, settings: Mapping[str, str]) -> None
 
 
 def _write_environment(lines: Lines, site: Site, settings: Mapping[str, str]) -> None:
-    at = lines.find("# module load") + 1
-    if "modules" in settings:
-        at = lines.replace("# module load", [f"module load {settings['modules']}"])
+    at = lines.find("# source ")
     if "venv" in settings:
-        lines.replace("# source ", ["# shellcheck disable=SC1090,SC1091", f"source {settings['venv']}/bin/activate"])
-    lines.lines[at:at] = site.setup
+        lines.lines[at] = f"# shellcheck disable=SC1090,SC1091\nsource {settings['venv']}/bin/activate"
+    at = lines.find("# module load")
+    if "modules" in settings:
+        lines.lines[at] = f"module load {settings['modules']}"
+    lines.lines[at + 1 : at + 1] = site.setup
 
 
 def _write_container(lines: Lines, template: str, settings: Mapping[str, str]) -> None:

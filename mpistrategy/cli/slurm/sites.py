@@ -82,8 +82,8 @@ def load(name: object) -> Site:
         fix = did_you_mean(text, names())
         raise OptionError.at("mpistrategy slurm", found=f"site={name!r}", expected=expected, fix=fix)
     try:
-        table = read_toml(path)
-    except (OSError, ValueError) as error:
+        table = tomllib.loads(own_files.read(str(path.resolve()), _MOST_BYTES, only_own=False).decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError.at(where, found=str(error), expected="a file in TOML that can be read") from None
     whole: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     kinds = {key: type(value) for key, value in vars(Site()).items() if key != "name"}
@@ -100,18 +100,3 @@ def load(name: object) -> Site:
         if key not in KEYS:
             raise OptionError.at(where, found=f"an unknown key {key!r}", expected=f"keys out of {', '.join(KEYS)}")
     return site
-
-
-def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the contents of a file of TOML: a site's profile, or the statement of a job.
-
-    Raises:
-        OSError: when it cannot be read, is not a regular file or is too large; where everybody can write, for somebody
-            else's.
-        ValueError: when it is not TOML, or nested too deeply.
-    """
-    text = own_files.read(os.path.realpath(path), _MOST_BYTES, only_own=False).decode()
-    try:
-        return tomllib.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error

@@ -1,7 +1,7 @@
 """What the values of a job's statement may look like: each function returns the text for the script, or raises.
 
-Values come from a command line (text) or from a TOML file (text, whole numbers, booleans, lists of texts).  They end up
-in comments that a batch system reads, and in a shell script: so no value may begin a new line, and values for
+Values come from a command line (text) or from a site's profile (text, whole numbers, booleans, lists of texts).  They
+end up in comments that a batch system reads, and in a shell script: so no value may begin a new line, and values for
 a shell are quoted.  Whether a cluster has such a partition, feature, time limit or array: `sbatch --test-only` says.
 """
 

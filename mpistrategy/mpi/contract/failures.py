@@ -58,10 +58,10 @@ class Failures:
     Args:
         segments: `BYTES` of each rank, zeroed.
         local_rank: this rank.
-        fence: keeps writes in order; None where the processor does that itself.
+        fence: keeps writes in order.
     """
 
-    def __init__(self, segments: Sequence[Array], local_rank: int, fence: Callable[[], object] | None) -> None:
+    def __init__(self, segments: Sequence[Array], local_rank: int, fence: Callable[[], object]) -> None:
         self._rank, self._fence = local_rank, fence
         self._shown = [segment[:BYTES].view(_SHOWN)[0] for segment in segments]
 
@@ -71,8 +71,7 @@ class Failures:
         own_row["where"] = encoded(failure.where, _SHOWN["where"].itemsize)
         own_row["error"] = encoded(failure.error, _SHOWN["error"].itemsize)
         own_row["origin"] = self._rank if failure.rank is None else failure.rank
-        if self._fence is not None:
-            self._fence()
+        self._fence()
         own_row["broken"] = 1
 
     def left_by(self) -> int | None:

@@ -53,8 +53,6 @@ _UNEQUAL = (
 )
 
 
-_KEPT = "the ranks of a node cannot share more memory, and each keeps new arrays to itself"
-_NOTHING_SHARED = "the ranks of a node share no memory, and everything goes through MPI"
 _MORE_MEMORY = (
     "Results are the same, slower. Give the job more memory (srun --mem, docker run --memory); let the containers on a "
     "node see each other's processes (docker run --pid=host)."
@@ -194,7 +192,8 @@ class MpiRanks(Ranks):
         if isinstance(memory, SharedMemory):
             return memory
         if not (self.rank or sparing or self._has_warned):
-            warn(f"{_KEPT if self.node_sum else _NOTHING_SHARED}: {memory}. {_MORE_MEMORY}", FallbackWarning)
+            what = "no more" if self.node_sum else "no"
+            warn(f"the ranks of a node can share {what} memory: {memory}. {_MORE_MEMORY}", FallbackWarning)
         self._has_warned |= not sparing
         return private_memory(nbytes)
 

@@ -26,7 +26,7 @@ _FILES = {
 
 
 class Room(NamedTuple):
-    """Room in a memory or a file system: free bytes, bytes in all, and its name in words."""
+    """Room in a memory: free bytes, bytes in all, and its name in words."""
 
     free: int
     total: int
@@ -36,15 +36,6 @@ class Room(NamedTuple):
 def memory() -> Room | None:
     """Return the least room of the node and of this process's control groups; None where the system does not say."""
     return min(filter(None, (_of_node(), *_of_groups())), key=lambda room: room.free, default=None)
-
-
-def file_system(folder: str) -> Room | None:
-    """Return the room in the file system of `folder`; None where it is not known."""
-    try:
-        state = os.statvfs(folder)
-    except OSError:
-        return None
-    return Room(state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize, folder)
 
 
 def _of_node() -> Room | None:

@@ -147,9 +147,10 @@ def load(file: Path) -> Thresholds:
     try:
         content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
         found = Thresholds(**{**content, "source": str(file)})
+        sizes = found.sizes()
     except (ValueError, RecursionError, TypeError) as error:  # also for what is no UTF-8
         raise ValueError(f"it is no file of thresholds ({reprlib.repr(str(error))})") from error
-    for name, size in found.sizes().items():
+    for name, size in sizes.items():
         if type(size) is not int or not 64 <= size <= _MOST or size % 64:
             raise ValueError(f"{name} is {reprlib.repr(size)}, expected a multiple of 64 from 64 to {_MOST}")
     return found

@@ -127,8 +127,7 @@ class StatusBoard:
 
     def put(self, name: str, value: float) -> None:
         """Write a field, from `expected` to `state` in `ROW`, after all earlier writes."""
-        if self._fence is not None:
-            self._fence()
+        self._fence()
         self._own_row[name] = value
 
     def all(self, name: str) -> list[float]:

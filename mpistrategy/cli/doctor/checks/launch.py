@@ -14,8 +14,6 @@ from mpistrategy.cli.doctor.findings import (
     by,
     count,
     finding_of,
-    in_words,
-    odd_ranks,
     ranks_of,
 )
 from mpistrategy.objects.shown import ranks_in_words
@@ -23,9 +21,6 @@ from mpistrategy.objects.shown import ranks_in_words
 #: The command of a launcher for so many ranks; other launchers as srun.
 _LINES = {"": "srun --ntasks={0}, mpiexec -n {0}", "jsrun": "jsrun -n {0} -a 1", "flux run": "flux run -n {0}"}
 _PARTS = {name: name for name in ("python", "mpistrategy", "numpy", "mpi4py")} | {"library": "the MPI library"}
-
-#: The two families of MPI libraries: libraries of the same family are compatible.
-_FAMILIES = (r"Open MPI|Spectrum|HPC-X", r"MPICH|Intel|MVAPICH|ParaStation")
 
 
 def launch(job: Job) -> list[Finding]:
@@ -85,53 +80,38 @@ def versions(job: Job) -> list[Finding]:
     """Find ranks that run other versions than the rest."""
     findings = []
     for part, name in _PARTS.items():
-        if groups := job.with_several(part):
-            odd_facts = [rank for rank in job.facts if rank["rank"] in odd_ranks(groups)]
+        words, odd = job.differing(part)
+        if words:
+            odd_facts = [rank for rank in job.facts if rank["rank"] in odd]
             fix = (
                 "Give all nodes one environment: the same venv, container or modules; on {host}: which python3; echo "
                 "$PYTHONPATH"
             )
-            differ = f"different versions of {name}: {in_words(groups)} ({odd_facts[0]['host']})"
-            findings.append(finding_of("versions", BAD, odd_facts, "{differ}", fix, differ=differ))
+            found = "different versions of {name}: {words} ({host})"
+            findings.append(finding_of("versions", BAD, odd_facts, found, fix, name=name, words=words))
     text = "Python {python}, mpistrategy {mpistrategy}, NumPy {numpy}, mpi4py {mpi4py}".format_map(job.facts[0])
     return findings or [Finding("versions", OK, text)]
 
 
 def library(job: Job) -> list[Finding]:
-    """Find two MPIs in one process, and an mpi4py for another MPI."""
-    findings = []
+    """Find two MPIs in one process."""
     mixed = [rank for rank in job.facts if len(set(map(os.path.dirname, rank["libraries"]))) > 1]
-    if mixed:
-        problem = "two MPIs in one process on {these_ranks}: {paths}"
-        fix = (
-            "Something loads a second one (an LD_PRELOAD, another package that is linked with MPI). Find it with: "
-            "LD_DEBUG=libs python3 program.py 2>&1 | grep libmpi; and build all with one MPI"
-        )
-        findings.append(finding_of("mpi", BAD, mixed, problem, fix, paths=" and ".join(mixed[0]["libraries"])))
-    foreign = [rank for rank in job.facts if {*_FAMILIES} <= {_family(rank["built_for"]), _family(rank["library"])}]
-    if foreign:
-        problem = "mpi4py was built for {built_for}, and {library} is loaded on {these_ranks}"
-        fix = (
-            "Build it for this one: pip install --force-reinstall --no-binary=mpi4py mpi4py; or load the module of "
-            "{built_for}"
-        )
-        findings.append(finding_of("mpi", BAD, foreign, problem, fix))
-    first = job.facts[0]
-    place = " ".join(first["libraries"][:1])
-    return findings or [Finding("mpi", OK, f"{first['library']} {place}; mpi4py is built for {first['built_for']}")]
-
-
-def _family(name: str) -> str:
-    """Return the family of a library, by the name that mpi4py or the library itself gives; "" if unknown."""
-    return next((family for family in _FAMILIES if re.search(family, name, re.IGNORECASE)), "")
+    if not mixed:
+        return [Finding("mpi", OK, " ".join((job.facts[0]["library"], *job.facts[0]["libraries"][:1])))]
+    problem = "two MPIs in one process on {these_ranks}: {paths}"
+    fix = (
+        "Something loads a second one (an LD_PRELOAD, another package that is linked with MPI). Find it with: "
+        "LD_DEBUG=libs python3 program.py 2>&1 | grep libmpi; and build all with one MPI"
+    )
+    return [finding_of("mpi", BAD, mixed, problem, fix, paths=" and ".join(mixed[0]["libraries"]))]
 
 
 def thread_level(job: Job) -> list[Finding]:
     """Find an MPI that several threads must not call."""
-    if groups := job.with_several("thread_level"):
+    words, odd = job.differing("thread_level")
+    if words:
         fix = "Set MPI4PY_RC_THREAD_LEVEL, or mpi4py.rc.thread_level, for all ranks alike, or for none"
-        differ = f"the ranks started MPI differently: {in_words(groups)}"
-        return [Finding("thread level", BAD, differ, fix, odd_ranks(groups))]
+        return [Finding("thread level", BAD, f"the ranks started MPI differently: {words}", fix, odd)]
     level = job.facts[0]["thread_level"]
     if level == "multiple":
         return [Finding("thread level", OK, "multiple: all_reduce_async works behind the program's back")]
