@@ -90,10 +90,7 @@ class Plan(Transfer):
         if self._is_exact:
             return self.route.bring(arrays, targets)
         rows = zip(targets or [None] * len(arrays), self.layouts, self.results, self._left, strict=True)
-        rooms = [
-            None if op is None else target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
-            for target, (_, shape), dtype, op in rows
-        ]
+        rooms = [None if op is None else _room(target, dtype, shape) for target, (_, shape), dtype, op in rows]
         return rooms, self.route.bring(arrays, targets)
 
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
@@ -108,6 +105,11 @@ class Plan(Transfer):
     def describe(self, arrays: Sequence[Array]) -> list[Description]:
         """Return the route's descriptions of these arrays."""
         return self.route.describe(arrays)
+
+
+def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return the target of a result, or new memory."""
+    return target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
 
 
 def summed(layouts: tuple[Layout, ...], op: ReduceOp) -> tuple[Layout, ...]:
