@@ -292,15 +292,23 @@ class NestPlan(Compared, CallPlan):
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
         if arrays is None or not (targets is None or writable(targets)):
             return self.otherwise.run(call, value, out, weight)
-        agree = partial(self.agree, call)
         if targets is None:
-            results = self.transfer.carried_out(arrays, agree)
+            results = self._results(call, arrays, None)
             return self.leaves.structure.pack(results if self._only_arrays else map(in_kind, results, leaves))
         direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
-        for target, result in zip(targets, self.transfer.carried_out(arrays, agree, direct_targets), strict=True):
+        for target, result in zip(targets, self._results(call, arrays, direct_targets), strict=True):
             if result is not target:
                 target[...] = result
         return out
+
+    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets) -> list[Array]:
+        """Do `Transfer.carried_out`, in less time."""
+        transfer = self.transfer
+        memory = transfer.bring(arrays, targets)
+        while self.agree(call):
+            transfer.answer()
+            memory = transfer.bring(arrays, targets)
+        return transfer.run(arrays, memory)
 
 
 class DevicePlan(NestPlan):
@@ -312,8 +320,7 @@ class DevicePlan(NestPlan):
         route: Any = self.transfer
         if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
             return self.otherwise.run(call, value, out, weight)
-        targets = None if out is None else route.own_results(arrays, arrays)
-        results = route.carried_out(arrays, partial(self.agree, call), targets)
+        results = self._results(call, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
             return self.leaves.structure.pack(results)
         with arrays[0].device:
@@ -334,7 +341,7 @@ class PlacedPlan(NestPlan):
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
         if arrays is None:
             return self.otherwise.run(call, value, out, weight)
-        results = self.transfer.carried_out(arrays, partial(self.agree, call))
+        results = self._results(call, arrays, None)
         if not self.is_here:
             return self.leaves.structure.pack([Mirrored((), text) for _ in leaves])
         in_kinds = results if self._only_arrays else map(in_kind, results, leaves)
