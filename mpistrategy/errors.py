@@ -523,8 +523,8 @@ class CollectiveTimeoutError(RemoteError, TimeoutError):
     `with strategy.expect_long(seconds):`. See a collective that is late (`mpistrategy guide disagreement`).
 
     Attributes:
-        calls: by the number in the job, the known facts of each rank: the call that it waits in, its operation and its
-            site; or with `left` where it is, and why it does not answer.
+        calls: by the number in the job: as `call` in which call the rank waits and where, in words; or as `left` where
+            it is, or why it does not answer.
         missing: the ranks that have not come.
         waited_seconds: by rank, how long it has waited; 0 for a rank that has not come.
     """

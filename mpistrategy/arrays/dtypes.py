@@ -156,11 +156,13 @@ class Extreme:
             target[part] = result
         return target
 
-    def reduce(self, array: Array, axes: tuple[int, ...]) -> Array:
-        """Return the combination of an array along some axes, which are not empty."""
-        result = np.asarray(self._ufunc.reduce(array, axis=axes))
-        if array.dtype.kind == "f":
-            _set_zeros_and_nan(result, self._join.reduce(np.signbit(array), axis=axes))
+    def reduce(self, array: Any, axes: tuple[int, ...]) -> Any:
+        """Return the combination of an array of NumPy's or CuPy's along some axes, which are not empty."""
+        is_least, signs = self._ufunc is np.minimum, np.signbit(array) if array.dtype.kind == "f" else None
+        result = array.min(axis=axes) if is_least else array.max(axis=axes)
+        result = np.asarray(result) if isinstance(array, np.ndarray) else result
+        if signs is not None:
+            _set_zeros_and_nan(result, signs.any(axis=axes) if is_least else signs.all(axis=axes))
         return result
 
 

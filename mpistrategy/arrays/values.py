@@ -434,6 +434,11 @@ class ArenaBase:
     """The base of `mpistrategy.Arena`, which lies above: it tells an arena from a nest of arrays."""
 
 
+def is_arena(value: Any) -> bool:
+    """Return whether `value` is a `mpistrategy.Arena`."""
+    return isinstance(value, ArenaBase)
+
+
 @dataclass(frozen=True)
 class ValueContext:
     """The argument of the function of `experimental_distribute_values_from_function`.

@@ -23,7 +23,7 @@ from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN
 from mpistrategy.mpi.job.exit_hooks import program, status_of
-from mpistrategy.mpi.job.start import start
+from mpistrategy.mpi.job.launcher import start
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.telemetry import _start_from_environment
 from mpistrategy.telemetry.tracing import switch

@@ -194,5 +194,7 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
         finally:
             turns.pass_on(rank)
 
-    with ThreadPoolExecutor(count, "replica") as pool:
-        return list(pool.map(replica, range(count)))
+    pool = ThreadPoolExecutor(count, "replica")
+    endings = pool.map(replica, range(count))
+    pool.shutdown(wait=False)  # Ctrl-C need not wait for the replicas
+    return list(endings)

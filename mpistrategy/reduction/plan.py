@@ -24,12 +24,11 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
-from mpistrategy.arrays.values import Mirrored
+from mpistrategy.arrays.values import Mirrored, is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
-from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable

@@ -15,12 +15,11 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
-from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads
+from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction.inputs import (

@@ -10,7 +10,6 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import (
     any_array,
-    host_array,
     is_on_device,
     like_given,
     on_device_of,
@@ -84,5 +83,4 @@ def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
         if 0 in (array.shape[axis] for axis in axes):
             shape = [length for axis, length in enumerate(array.shape) if axis not in axes]
             return placed_as(np.full(shape, identity(dtype, op), dtype), array)
-        extreme = minimum if op is ReduceOp.MIN else maximum
-        return placed_as(extreme.reduce(host_array(wide), axes), array)  # through the host, which orders zeros and NaNs
+        return (minimum if op is ReduceOp.MIN else maximum).reduce(wide, axes)

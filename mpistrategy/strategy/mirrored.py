@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
 from mpistrategy.mpi.job.environment import warn_of_unknown
-from mpistrategy.mpi.job.start import start
+from mpistrategy.mpi.job.launcher import start
 from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.nearest import refuses
 from mpistrategy.objects.settings import checked_type, one_of
@@ -67,7 +66,7 @@ class MirroredStrategy(Strategy):
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
             when the ranks run different versions of Python or of this package; when MPI has not been initialized; in a
             worker of multiprocessing that a rank has started.
-        ContextError: after MPI.Finalize().
+        LaunchError: after MPI.Finalize().
         ForkedProcessError: in a forked child of a rank.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks; for GPUs, where
             a rank sees none, and where two would share one unasked.
@@ -132,7 +131,7 @@ class MirroredStrategy(Strategy):
             ranks.free()
             raise
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
-        if ranks.rank == 0 and any(name.startswith("MPISTRATEGY_") for name in os.environ):
+        if ranks.rank == 0:
             warn_of_unknown()
 
 

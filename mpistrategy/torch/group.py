@@ -142,8 +142,6 @@ class Group:
         self._background.wait()
         with self._turn, Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True) as call:
             self.communicator.guard.site = site
-            entering = call.frame and call.frame.f_back  # this generator is suspended: it says nothing of the call
-            call.frame = entering and entering.f_back
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions

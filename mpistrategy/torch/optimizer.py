@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -52,12 +51,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Raises:
         OptionTypeError, OptionError: for an object that is no optimizer, or is distributed already; for other
-            aggregations; for names that are not unique; under "SUM", for a parameter of another DistributedOptimizer.
+            aggregations; for names that are not unique.
         CollectiveMismatchError: on every rank, when the ranks' parameters differ.
     """
 
-    #: The living optimizers under "SUM", to find parameters that two optimizers would sum.
-    _summing: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
     #: Of a fused optimizer, which would take the factor of a GradScaler from the scaler itself.
     _step_supports_amp_scaling: ClassVar[bool] = False
 
@@ -93,20 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
         self._options = CommunicationOptions(wire=wire)
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0
-        parameters = dict(self._parameters())
-        if self._op is ReduceOp.SUM:
-            groups = [group for summing in self._summing for group in summing.param_groups]
-            summed = {id(tensor) for group in groups for tensor in group["params"]}
-            shared = [name for name, tensor in parameters.items() if id(tensor) in summed]
-            if shared:
-                raise OptionError.at(
-                    _WHERE,
-                    found=f"{shared!r:.200}, whose gradients another DistributedOptimizer sums, too",
-                    expected="a parameter in one of them: its gradient would be summed twice",
-                    fix="Delete the other optimizer first, or use aggregation='MEAN'.",
-                )
-            self._summing.add(self)
-        broadcast(parameters, strategy=self._strategy, name=name)
+        broadcast(dict(self._parameters()), strategy=self._strategy, name=name)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimizer: its groups, state, defaults, hooks."""

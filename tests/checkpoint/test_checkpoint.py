@@ -322,6 +322,18 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredSt
     assert still_works(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_what_does_not_fit_on_one_rank(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    kept = variable(strategy, np.ones(3))
+    checkpoint_of(strategy, kept=kept, own=np.ones(RANK)).save(folder / "c")
+    kept.assign(np.zeros(3))
+    other = checkpoint_of(strategy, kept=kept, own=np.zeros(RANK + (RANK == SIZE - 1)))
+    found = outcomes(other.restore, folder / "c")
+    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
+    assert kept.local_copy().tolist() == [0, 0, 0]
+    assert still_works(strategy)
+
+
 def test_a_part_can_be_restored(strategy: ms.MirroredStrategy, folder: Path) -> None:
     a, b = variable(strategy, [1.0]), variable(strategy, [2.0])
     checkpoint_of(strategy, a=a, old=3, nest={"x": a}).save(folder / "c")

@@ -264,7 +264,7 @@ def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
 def test_variables_say_what_a_launcher_offers_and_how_many_threads_there_are() -> None:
     assert facts.offered({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}) == ()
     assert facts.offered({"PMI_RANK": "0", "PMI_FD": "7", "PMI_SIZE": "2", "PMI_JOBID": "17.0"}) == ("PMI",)
-    assert facts.offered({"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.17.0"}) == ("PMIx",)
+    assert facts.offered({"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.17.0", "HOME": "/"}) == ("PMIx",)
     assert facts.blas_threads({}, 6) == (6, "no OMP_NUM_THREADS is set")
     assert facts.blas_threads({"OMP_NUM_THREADS": "2,1", "MKL_NUM_THREADS": "3"}, 6) == (3, "MKL_NUM_THREADS=3")
     assert facts.blas_threads({"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "3"}, 6) == (4, "OMP_NUM_THREADS=4")

@@ -89,7 +89,7 @@ def test_nothing_is_removed_where_processes_are_hidden(
 
     monkeypatch.setattr(leftovers, "used_by", look_into)
     assert main.main(["doctor", "--remove-leftovers"]) == 2
-    assert "/proc/17 (vasp) does not show which files it uses; nothing was removed" in capfd.readouterr().err
+    assert "/proc/17 (vasp) does not show which files it uses; nothing more was removed" in capfd.readouterr().err
     assert os.listdir(memory) == ["mpich_shm_1"]
 
 

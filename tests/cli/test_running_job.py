@@ -199,7 +199,9 @@ def test_nobody_is_slow(words: str) -> None:
     shown = "\n".join(told([working(rank) for rank in range(4)], calls=NOBODY_IS_SLOW[words]))
     assert words in shown
     assert shown.endswith("No rank has waited for long: nothing hangs.")
-    assert Lateness(2, 0, range(64), 1e-3, {0: [1e-5] * 60, 1: [1e-6] * 4}).slow() is None
+    short, seldom = {0: [1e-5] * 60, 1: [1e-6] * 4}, {0: [1e-3] * 60, 1: [1e-6] * 4}
+    assert Lateness(2, 0, range(64), 1e-3, short).slow() is None
+    assert Lateness(2, 0, range(64), 1e3, seldom).slow() is None
 
 
 def test_what_the_nodes_of_a_job_print(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -189,13 +188,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("works", flush=True)
 time.sleep(120)
 """
-
-
-def on_slurm(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that needs a Slurm."""
-    for mark in NEEDS_SLURM:
-        test = mark(test)
-    return test
+slow, where_there_is_slurm = NEEDS_SLURM
 
 
 def submitted(user: User, program: str) -> str:
@@ -223,46 +216,24 @@ def left(user: User, node: str) -> list[str]:
     return done.stdout.split()
 
 
-def works(user: User, job: str) -> None:
-    output = user.output(job)
-    user.bed.until(lambda: output.exists() and output.read_text().count("works") == 2, 60, "ranks", output)
-    assert [len(left(user, node)) for node in user.bed.names] == [1, 1]
-
-
-@on_slurm
+@slow
+@where_there_is_slurm
 @pytest.mark.parametrize("program", [ENDS_BY_SIGTERM, IGNORES_SIGTERM], ids=["ends", "killed"])
 def test_after_scancel(user: User, program: str) -> None:
     """The copy stays until the ranks have ended; what Slurm kills leaves it, and the next job removes it."""
     job = submitted(user, program)
-    works(user, job)
+    output = user.output(job)
+    user.bed.until(lambda: output.exists() and output.read_text().count("works") == 2, 60, "ranks", output)
+    assert [len(left(user, node)) for node in user.bed.names] == [1, 1]
     assert user.bed.run("scancel", job).returncode == 0
-    user.bed.until(user.bed.all_idle, 60, "end", user.output(job))
+    user.bed.until(user.bed.all_idle, 60, "end", output)
     copies = [left(user, node) for node in user.bed.names]
     if program == ENDS_BY_SIGTERM:
-        assert user.output(job).read_text().count(f"saved {user.bed.local}/mpistrategy-stage-{job}-") == 2
+        assert output.read_text().count(f"saved {user.bed.local}/mpistrategy-stage-{job}-") == 2
         assert copies == [[], []]
         return
     assert [len(names) for names in copies] == [1, 1]
     again = submitted(user, "print('works', flush=True)")
     done = user.bed.wait(again, user.output(again))
     assert (done.state, done.output.count("of a killed job")) == ("COMPLETED", 2), done.output
-    assert [left(user, node) for node in user.bed.names] == [[], []]
-
-
-@on_slurm
-def test_a_lost_node_is_cleaned_by_the_next_job_once_it_is_back_and_the_others_at_once(user: User) -> None:
-    job = submitted(user, ENDS_BY_SIGTERM)
-    works(user, job)
-    user.bed.crash("node2")
-    try:
-        user.bed.until(lambda: not left(user, "node1"), 30, "clean disk", user.output(job))
-        user.bed.until(lambda: user.bed.show(job)["JobState"] == "NODE_FAIL", 60, "NODE_FAIL", user.output(job))
-    finally:
-        user.bed.revive("node2")
-    user.bed.until(user.bed.all_idle, 30, "node2")
-    user.bed.until(user.bed.all_answer, 60, "a step on all nodes")
-    [old] = left(user, "node2")
-    again = submitted(user, "print('works', flush=True)")
-    done = user.bed.wait(again, user.output(again))
-    assert (done.state, f"node2: removed {user.bed.local}/{old}" in done.output) == ("COMPLETED", True), done.output
     assert [left(user, node) for node in user.bed.names] == [[], []]

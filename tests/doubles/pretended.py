@@ -1,7 +1,6 @@
 """Ranks that are not there: what one rank does about thousands of others is run by the library's own code, without MPI.
 
-A pretended communicator is a subclass of mpi4py's in which all ranks say what this one says.  Pretended watchdogs are
-the library's groups and status boards, in turn, with one real run directory.
+A pretended communicator is a subclass of mpi4py's in which all ranks say what this one says.
 """
 
 from __future__ import annotations
@@ -11,25 +10,15 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.segments import Fence, SharedMemory, no_fence
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
-from mpistrategy.mpi.watchdog import alarm, group
-from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import RollCall
-from mpistrategy.mpi.watchdog.run_directory import ROLL_CALL, RunDirectory
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, RankStatus, StatusBoard
-
-LIMIT = 600.0
 
 # ------------------------------------------------------------------------------------- the making of a strategy
 
@@ -138,83 +127,6 @@ def creation_seconds(ranks: int, local: int, devices: Any = None) -> float:
     guard.closed = True  # nobody comes to the end
     strategy.extended.communicator.free()
     return took
-
-
-# ------------------------------------------------------------------------------------- watchdogs
-
-
-class PretendedJob:
-    """The groups of pretended ranks, in rank order, all with one run directory and a clock of their own."""
-
-    def __init__(self, path: Path, nodes: int, local: int) -> None:
-        self.path, self.local = path, local
-        self.now = 1_000.0
-        #: Until when the last rank is busy.
-        self.busy_until = 0.0
-        self.groups: list[Group] = []
-        for node in range(nodes):
-            segments = tuple(np.zeros(BYTES, np.uint8) for _ in range(local))
-            for rank in range(local):
-                guard = Guard(None, node * local + rank, nodes * local)
-                guard.timeout = LIMIT
-                board = StatusBoard(SharedMemory(segments, rank, True))
-                directory = RunDirectory(str(path))
-                self.groups.append(Group(guard, board, range(nodes * local), node, nodes, directory))
-                self.groups[-1]._announced_end = self.now
-
-    @contextlib.contextmanager
-    def clock(self) -> Iterator[None]:
-        """Let the groups read this job's clock."""
-        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + 1.7e9, sleep=lambda seconds: None)
-        with mock.patch.object(group, "time", clock):
-            yield
-
-    def beat(self, state: int = 0) -> None:
-        for rank, each in enumerate(self.groups):
-            expected = self.busy_until if rank == len(self.groups) - 1 else 0.0
-            each.board.put("state", state)
-            each.board.put("expected", expected)
-            each.board.write(RankStatus(rank, 7000 + rank, 0, self.now, 9.0, LIMIT, "in #7 barrier"))
-
-    def tick(self, later: float = 0.0) -> list[bool]:
-        """Let all ranks look, of which all but the last one are late; return which of these are excused."""
-        self.now += later
-        self.beat()
-        for each in self.groups:
-            each.look_at_nodes(self.now)
-        return [each.is_excused(self.now, LIMIT) for each in self.groups[:-1]]
-
-    def hear(self) -> None:
-        """Let all ranks look until each node has heard what the others say."""
-        for _ in range(4):
-            self.tick(1)
-
-    def raise_alarm(self, first: int) -> None:
-        """Let all ranks find at the same time that a collective is late, and the first node of all end the job.
-
-        The other nodes have written what they know by then.
-        """
-        self.beat(ANSWERED)
-        speakers = self.groups[:: self.local]
-        for rank, each in enumerate(self.groups):
-            each.board.write_record(f"the stacks of {rank}\nline")
-        for each in speakers:
-            each.directory.leave()
-
-        def answer(caller: Group) -> list[RankStatus]:
-            """Let the other nodes write, which find that the roll is called, and read what they have written."""
-            for node, each in enumerate(speakers):
-                if node != first:
-                    here = each.board.read()
-                    assert not each.directory.claim(ROLL_CALL)
-                    told = alarm._as_json(each, here, RollCall(here, each.ranks), "")
-                    assert each.directory.write(f"error-{each.node}.json", told)
-                    assert not each.directory.read(ROLL_CALL)
-            return hear(caller)
-
-        hear = alarm._hear_others
-        with mock.patch.object(alarm, "_hear_others", answer):
-            alarm._speak(speakers[first], [], f"[rank {first * self.local}] ")
 
 
 # ------------------------------------------------------------------------------------- mailboxes

@@ -327,13 +327,9 @@ def test_wrong_arguments_and_copies(strategy: ms.Strategy) -> None:
     ):
         with pytest.raises((errors.OptionTypeError, errors.OptionError), match=words):
             mst.DistributedOptimizer(refused, strategy=strategy, **options)
-    made = mst.DistributedOptimizer(optimizer, strategy=strategy, aggregation="SUM")
-    for refused, words in (
-        (made, "not distributed yet"),
-        (torch.optim.Adam(net[0].parameters()), "another DistributedOptimizer"),
-    ):
-        with pytest.raises((errors.OptionTypeError, errors.OptionError), match=words):
-            mst.DistributedOptimizer(refused, strategy=strategy, aggregation="SUM")
+    made = mst.DistributedOptimizer(optimizer, strategy=strategy)
+    with pytest.raises(errors.OptionTypeError, match="not distributed yet"):
+        mst.DistributedOptimizer(made, strategy=strategy)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(errors.CopyError):
             copied(made)

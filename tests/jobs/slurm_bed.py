@@ -242,11 +242,6 @@ class SlurmBed:
         nodes = self.run("sinfo", "--partition=test", "--noheader", "--Node", "--format=%T").stdout.split()
         return nodes == ["idle"] * len(self.names)
 
-    def all_answer(self) -> bool:
-        """Return whether a step starts on all nodes: one that has just come back may not take it at first."""
-        step = ("srun", f"--nodes={len(self.names)}", "--ntasks-per-node=1", "--mpi=none", "--immediate=10", "true")
-        return self.run(*step).returncode == 0
-
     def _spawn(self, name: str, program: str, *arguments: str, stdin: bool = False) -> subprocess.Popen[bytes]:
         # A session that runs out of time is killed, and tidies up nothing.
         until_we_die = ("setpriv", "--pdeathsig", "KILL")

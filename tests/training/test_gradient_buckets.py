@@ -43,6 +43,7 @@ def test_a_step_from_buckets_is_the_step_from_pairs(place: ms.Strategy, options:
     ours, theirs = model(place), model(place)
     one, two = (Adam(0.01, **options) for _ in range(2))
     buckets = one.gradient_buckets(ours, bytes_per_bucket)
+    assert len(buckets._buckets) == {1: 7, 600: 3, 4 * 2**20: 2}[bytes_per_bucket]  # of two dtypes
     backwards = list(range(len(ours)))[::-1]
     for step, order in enumerate([backwards, backwards[::-1], [], [3, 6]]):
         gradients = gradients_for(ours, step)

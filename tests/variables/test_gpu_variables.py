@@ -44,6 +44,7 @@ def test_a_variable_is_an_array_on_the_gpu_of_its_rank(gpus: ms.MirroredStrategy
         (v.read_value(), [[0, 1, 2], [3, 4, 5]]),  # replica 0's
         (v.sum(axis=0), [3, 5, 7]),
         (v.mean(), 2.5),
+        (v.clip(v, v), [[0, 1, 2], [3, 4, 5]]),
         (v.reshape(3, 2), [[0, 1], [2, 3], [4, 5]]),
         (v.astype("float32"), [[0, 1, 2], [3, 4, 5]]),
         (ms.Mirrored((v.copy(),)).max(axis=1), [2, 5]),

@@ -54,7 +54,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.messages",
     "mpistrategy.mpi.job.abort",
     "mpistrategy.mpi.job.world",
-    "mpistrategy.mpi.job.start",
+    "mpistrategy.mpi.job.launcher",
     "mpistrategy.mpi.gpu.loaded_mpi",
     "mpistrategy.cli.bench.raw",
     "mpistrategy.cli.doctor.ranks",

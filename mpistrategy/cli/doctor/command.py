@@ -18,7 +18,7 @@ from mpistrategy.cli.doctor import facts, mpich
 from mpistrategy.cli.doctor.checks import catalog
 from mpistrategy.cli.doctor.findings import BAD, Facts, Finding, Job, as_json, as_text, parts_of, worst
 from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
-from mpistrategy.mpi.job.start import start
+from mpistrategy.mpi.job.launcher import start
 
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.ranks import Ranks

@@ -120,18 +120,19 @@ def in_words() -> str:
 
 def run() -> int:
     """Remove what killed jobs of this user have left on this node, and tell; return 2 where it could not be done."""
-    path, host = "", os.uname().nodename
+    host = os.uname().nodename
     try:
-        for path in leftover_paths():
+        paths = leftover_paths()
+        for path in paths:
             if os.path.isdir(path):
                 shutil.rmtree(path)  # follows no links
             else:
                 os.unlink(path)
             sys.stdout.write(f"{host}: removed {printable(path)}\n")
     except OSError as error:
-        reason = printable(f"{path} {error.strerror}".strip())
-        sys.stderr.write(f"mpistrategy doctor: {host}: {reason}; nothing {'more ' * bool(path)}was removed\n")
+        reason = printable(f"{error.filename or ''} {error.strerror}".strip())
+        sys.stderr.write(f"mpistrategy doctor: {host}: {reason}; nothing more was removed\n")
         return 2
-    if not path:
+    if not paths:
         sys.stdout.write(f"{host}: nothing of a killed job of yours is left\n")
     return 0

@@ -89,10 +89,10 @@ class Lines:
         elif text is not None:
             self.add(text)
 
-    def add(self, text: str) -> None:
-        """Write a directive after the last one."""
+    def add(self, *texts: str) -> None:
+        """Write directives after the last one."""
         last = max(number for number, line in enumerate(self.lines) if line.lstrip("#").startswith(self._mark[1:]))
-        self.lines.insert(last + 1, f"{self._mark} {text}")
+        self.lines[last + 1 : last + 1] = [f"{self._mark} {text}" for text in texts]
 
     def assigns(self, name: str) -> bool:
         """Return whether there is a line ``name=``."""
@@ -236,18 +236,14 @@ def _quoted(text: str) -> str:
 
 
 def _write_slurm(lines: Lines, site: Site, settings: Mapping[str, str]) -> None:
-    for directive in (*site.directives, *settings.get("extra", "").split()):
-        lines.add(directive)
+    lines.add(*site.directives, *settings.get("extra", "").split())
     for name, key in KEYS.items():
         if name in ("extra", "gpus_per_node") or not key.slurm:
             continue
         start, value = key.slurm.partition("{")[0], settings.get(name)
         if name in site.skip:
             lines.directive(start, None)
-        elif name == "exclusive":
-            if value == "true":
-                lines.directive(start, start)
-        elif value is not None:
+        elif value is not None and (name, value) != ("exclusive", "false"):
             lines.directive(start, key.slurm.format(_quoted(value)))
     option = "--gres=gpu:{}" if settings.get("gpu_option") == "gres" else KEYS["gpus_per_node"].slurm
     at = lines.find("# With GPUs: as many ranks on a node")
@@ -272,9 +268,9 @@ def _write_pbs(lines: Lines, template: str, site: Site, settings: Mapping[str, s
     if "cpus_per_task" not in site.skip:  # where it is left out, jobs get whole nodes
         chunk += [f"ncpus={int(tasks) * int(cpus)}", f"mpiprocs={tasks}"]
         chunk += [f"ngpus={_gpus(settings)}"] if _gpus(settings) else []
-    memory = settings.get("memory", "")
-    chunk += [f"mem={memory}b".lower() if memory[-1].isalpha() else f"mem={memory}mb"] if memory else []
-    chunk += [settings["constraint"]] if "constraint" in settings else []
+    if memory := settings.get("memory"):
+        chunk.append(f"mem={memory}b".lower() if memory[-1].isalpha() else f"mem={memory}mb")
+    chunk += filter(None, [settings.get("constraint")])
     lines.directive("-l select=", f"-l {':'.join(chunk)}")
     if settings.get("exclusive") == "true":
         lines.directive("-l place=", "-l place=scatter:excl")
@@ -283,9 +279,8 @@ def _write_pbs(lines: Lines, template: str, site: Site, settings: Mapping[str, s
             pbs_directive = KEYS[name].pbs
             value = _MAIL[settings[name]] if name == "mail_type" else settings[name]
             lines.directive(pbs_directive.partition("{")[0], pbs_directive.format(value))
-    for directive in site.directives:
-        if not (directive.startswith("-r ") and template in ("requeue", "chain")):
-            lines.add(directive)
+    again = template in ("requeue", "chain")
+    lines.add(*(directive for directive in site.directives if not (again and directive.startswith("-r "))))
     if lines.assigns("tell_after"):
         seconds = in_seconds(settings.get("time", "00:10:00")) - int(settings.get("signal_lead", "120"))
         lines.assign("tell_after", str(seconds))

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from sys import _getframe
 from threading import get_ident
 from time import monotonic
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from mpistrategy import errors
@@ -17,9 +17,6 @@ from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall, FlightRecord
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
-
-#: Of code: generators, coroutines, and both.
-_GENERATORS = 0x20 | 0x80 | 0x200
 
 
 class Call(CurrentCall):
@@ -42,15 +39,6 @@ class Call(CurrentCall):
         CollectiveMismatchError: when an earlier comparison, made after its data had moved, failed.
     """
 
-    # Declared again: a type checker takes attributes that are set in tuples below for new attributes.
-    where: str
-    structure: str
-    name: str
-    place: str
-    step: int
-    number: int
-    entered: float
-    left: float
     _outer: CurrentCall | None = None
     _is_in_own_work: bool = False
     _on_gpu: AbstractContextManager[Any] | None = None
@@ -67,25 +55,21 @@ class Call(CurrentCall):
         if guard.closed:
             raise guard.refusal(where)
         self.where = where
+        self.structure = structure
         self._guard, self._called, self._anywhere = guard, called, anywhere or bool(called)
-        if structure:
-            self.structure = structure
-        if called and isinstance(called, str):
-            self.name = f"{called}: {name}" if name else called
-        elif name:
-            self.name = name
+        given = called if isinstance(called, str) else ""
+        self.name = f"{given}: {name}" if given and name else given or name
 
     def __enter__(self) -> Call:
-        guard, self.frame = self._guard, _getframe(1)
-        outer = guard.current
+        guard, frame = self._guard, _getframe(1)
+        outer = self._outer = guard.current
         try:
             if outer is not None:
-                outer = self._joined(guard, outer)
-            self._outer = outer
-            if outer is None:
+                self._join(guard, outer)
+            else:
                 guard.thread, guard.agreed, guard.reported = get_ident(), False, None
                 if not self._anywhere:
-                    self.place = (guard.site or site_of(self.frame)).place
+                    self.place = (guard.site or site_of(frame)).place
                 if guard.size > 1:
                     self._write_down(guard.record)
                 for observer in observers.observers:
@@ -113,8 +97,8 @@ class Call(CurrentCall):
         record.entries.append(self)
         record.before[at], record.times[at], record.after[at] = number, now, number
 
-    def _joined(self, guard: Guard, outer: CurrentCall) -> CurrentCall | None:
-        """Copy the fields of the outer call and return it; None for an outer call that was left."""
+    def _join(self, guard: Guard, outer: CurrentCall) -> None:
+        """Become a part of the outer call."""
         if guard.thread != get_ident():
             raise errors.ContextError.at(
                 self.where,
@@ -122,16 +106,8 @@ class Call(CurrentCall):
                 expected="one thread at a time",
                 fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
             )
-        if not _is_under_way(outer.frame):  # a signal has come where it was left, and it may not be done
-            guard.current = None
-            if guard.size == 1:
-                return None
-            guard.break_off(outer.where, KeyboardInterrupt("as the call was left"))
-            raise guard.refusal(self.where)
         self._is_in_own_work = guard.since == math.inf
-        self.where, self.place, self.step, self.timeout = outer.where, outer.place, outer.step, outer.timeout
-        self.structure, self.name = outer.structure or self.structure, outer.name or self.name
-        return outer
+        self.join(outer)
 
     def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
         try:
@@ -213,7 +189,7 @@ class Call(CurrentCall):
         guard.reported = error if self._outer is not None else None
 
     def _leave(self) -> None:
-        guard, self.frame = self._guard, None
+        guard = self._guard
         guard.current = self._outer
         if self._outer is not None:
             if self._is_in_own_work:
@@ -226,13 +202,3 @@ class Call(CurrentCall):
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed
                 on_gpu.__exit__(None, None, None)
-
-
-def _is_under_way(frame: FrameType | None) -> bool:
-    """Return whether this thread runs in a frame; True for a generator, which may be suspended."""
-    if frame is None or frame.f_code.co_flags & _GENERATORS:
-        return True
-    now: FrameType | None = _getframe(1)
-    while now is not None and now is not frame:
-        now = now.f_back
-    return now is frame

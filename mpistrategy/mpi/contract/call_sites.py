@@ -84,18 +84,16 @@ def outside(frame: FrameType | None) -> FrameType | None:
 def _site_of(frames: list[FrameType]) -> Site:
     if not frames:
         return UNKNOWN
-    name, line, _ = _position(frames[0])
-    places = []
-    for frame in frames:
-        file, at, column = _position(frame)
-        places.append(f"{os.path.basename(file)}:{at}" + ("" if column is None else f":{column}"))
-    return Site(f"{name}:{line}", _FROM.join(places))
+    positions = [_position(frame) for frame in frames]
+    places = (f"{os.path.basename(file)}:{line}{column}" for file, line, column in positions)
+    return Site("{}:{}".format(*positions[0]), _FROM.join(places))
 
 
-def _position(frame: FrameType) -> tuple[str, int, int | None]:
+def _position(frame: FrameType) -> tuple[str, int, str]:
+    """Return a frame's file and line, and its column as ``:8``; "" where Python knows none."""
     code, at = frame.f_code, frame.f_lasti
     line, _, column, _ = next(islice(code.co_positions(), max(at, 0) // 2, None), (None,) * 4)
-    return code.co_filename, line or frame.f_lineno, column
+    return code.co_filename, line or frame.f_lineno, "" if column is None else f":{column}"
 
 
 #: The call sites seen so far, by the frames' codes and instructions.  Each keeps its codes, so that no other code gets
@@ -192,10 +190,7 @@ _STEP, _LARGEST = 0x1E3779B97F4A7C15, 2**62 - 1
 
 @lru_cache(_REMEMBERED)
 def _digest_of_words(words: tuple[Any, ...]) -> int:
-    return int.from_bytes(_hashed(repr(words)), "little") & _LARGEST
-
-
-def _hashed(text: str) -> bytes:
     import hashlib  # here, since it loads OpenSSL and would slow `import mpistrategy`
 
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    hashed = hashlib.blake2b(repr(words).encode(errors="surrogatepass"), digest_size=8)
+    return int.from_bytes(hashed.digest(), "little") & _LARGEST

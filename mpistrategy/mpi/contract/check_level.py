@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mpistrategy.errors import OptionError
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.settings import one_of
 
 #: The environment variable that chooses the level.
 VARIABLE = "MPISTRATEGY_CHECK"
@@ -23,10 +22,5 @@ def level_of(check: Any) -> str:
     Raises:
         OptionError: for any other value.
     """
-    where, name, value = "MirroredStrategy", "check=", check
-    if check is None:
-        where, name, value = VARIABLE, "", os.environ.get(VARIABLE) or ALWAYS
-    if isinstance(value, str) and value.lower() in LEVELS:
-        return value.lower()
-    expected = " or ".join(f'"{level}"' for level in LEVELS)
-    raise OptionError.at(where, found=f"{name}{value!r}", expected=expected, fix=did_you_mean(value, LEVELS))
+    name, value = (VARIABLE, os.environ.get(VARIABLE) or ALWAYS) if check is None else ("check", check)
+    return one_of("MirroredStrategy", name, value, LEVELS)

@@ -18,6 +18,7 @@ from mpistrategy.objects.text import decoded, encoded
 
 #: What each rank shows; `origin` is the rank that has failed.
 _SHOWN = np.dtype([("broken", np.int64), ("origin", np.int64), ("where", "S400"), ("error", "S608")])
+_NONE = np.zeros(1, _SHOWN)[0]
 #: How much memory each rank needs.
 BYTES = _SHOWN.itemsize
 #: How long ranks wait for each other where a rank has failed.
@@ -31,24 +32,21 @@ class Failure:
 
     Attributes:
         error: the name and the text of the error.
-        rank: which rank raised it; None where no single rank raised it.
+        rank: which rank raised it.
         where: the call that raised it; "" for a program that has ended.
     """
 
     error: str
-    rank: int | None = None
+    rank: int
     where: str = ""
 
     def __str__(self) -> str:
-        if self.rank is None:
-            return self.error
         return f"rank {self.rank} {f'failed in {self.where}' if self.where else 'has ended'}: {self.error}"
 
     def as_error(self) -> RemoteError:
         """Return the error for the other ranks."""
         error = RemoteError(f"{self}. {NO_MORE_CALLS}")
-        if self.rank is not None:
-            error.rank, error.error = self.rank, self.error
+        error.rank, error.error = self.rank, self.error
         return error
 
 
@@ -67,21 +65,19 @@ class Failures:
 
     def show(self, failure: Failure) -> None:
         """Tell the other ranks that this rank takes no more calls."""
-        own_row = self._shown[self._rank]
-        own_row["where"] = encoded(failure.where, _SHOWN["where"].itemsize)
-        own_row["error"] = encoded(failure.error, _SHOWN["error"].itemsize)
-        own_row["origin"] = self._rank if failure.rank is None else failure.rank
+        row = self._shown[self._rank]
+        row["where"], row["error"], row["origin"] = (
+            encoded(failure.where, 400),
+            encoded(failure.error, 608),
+            failure.rank,
+        )
         self._fence()
-        own_row["broken"] = 1
+        row["broken"] = 1
 
-    def left_by(self) -> int | None:
-        """Return the first rank that takes no more calls; None while all do."""
-        return next((rank for rank, shown in enumerate(self._shown) if shown["broken"]), None)
-
-    def failure_of(self, rank: int) -> Failure:
-        """Return why a rank takes no more calls."""
-        _, origin, where, error = self._shown[rank].item()
-        return Failure(decoded(error), origin, decoded(where))
+    def first(self) -> Failure | None:
+        """Return why the first rank that takes no more calls does so; None while all ranks take calls."""
+        broken, origin, where, error = next((row for row in self._shown if row["broken"]), _NONE).item()
+        return Failure(decoded(error), origin, decoded(where)) if broken else None
 
 
 def in_words(error: BaseException) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from types import FrameType
 
 import numpy as np
 
@@ -35,7 +34,6 @@ class CurrentCall:
         timeout: how long it may wait for the other ranks, in seconds; None: the strategy's timeout.
         number: its number in its strategy, from 1 on; 0 for a call inside another call, and in a strategy of one rank.
         entered, left: times in seconds of time.monotonic(); `left` is 0.0 while the call runs.
-        frame: the frame that has entered it; None once it is left.
     """
 
     where: str = ""
@@ -48,7 +46,11 @@ class CurrentCall:
     number: int = 0
     entered: float = 0.0
     left: float = 0.0
-    frame: FrameType | None = None
+
+    def join(self, outer: CurrentCall) -> None:
+        """Take over what the ranks compare of the call that this call is a part of."""
+        self.where, self.place, self.step, self.timeout = outer.where, outer.place, outer.step, outer.timeout
+        self.structure, self.name = outer.structure or self.structure, outer.name or self.name
 
 
 class FlightRecord:

@@ -73,10 +73,10 @@ class Guard:
         self.broken: Failure | None = None
         #: Whether this rank takes no more calls, and the other ranks, which wait for it, do not know.
         self.is_untold: bool = False
-        #: The error that the watchdog makes this rank raise in its wait, and the number of that comparison.
-        self._late_error: tuple[MpiStrategyError, int] | None = None
-        #: The comparison in which this rank first saw that another rank takes no more calls, and the time.
-        self._first_notice = (-1, 0.0)
+        #: The error that the watchdog makes this rank raise in its next wait.
+        self._late_error: MpiStrategyError | None = None
+        #: Since when this rank has seen that another rank takes no more calls.
+        self._noticed = math.inf
         #: Until when this rank waits for the others to hear of its failure.
         self._patience_ends = math.inf
         #: An error that this rank waits to send to the others, and when it prints a message about the wait.
@@ -174,10 +174,8 @@ class Guard:
         """Return the error of a public call once this guard is closed."""
         if self._refusal is not None:
             return self._refusal(where)
-        found, expected = "a strategy after its close()", "an open strategy"
-        if self.broken:
-            found, expected = f"a strategy after a failure: {self.broken}", "another strategy, made by all its ranks"
-        return errors.ContextError.at(where, found=found, expected=expected)
+        when = f"a failure: {self.broken}" if self.broken else "its close()"
+        return errors.ContextError.at(where, found=f"a strategy after {when}", expected="an open strategy")
 
     def check_as(self, level: str) -> None:
         """Compare all calls; with "off" and where a comparison costs a message, only calls that need a barrier.
@@ -216,12 +214,10 @@ class Guard:
             patiently: leave the core to other threads.
             sparingly: only as often as the level says; for calls that need no barrier before their data.
         """
+        if self.current is not None:  # for traces and roll calls
+            (self.record.entries[-1] if self.size > 1 else self.current).signature = signature
         if self._channel is None:
-            if self.current is not None:
-                self.current.signature = signature  # for traces
             return False
-        if self.current is not None:
-            self.record.entries[-1].signature = signature
         self.since = time.monotonic()
         if sparingly and self.skips:
             self.agreed = True
@@ -375,27 +371,18 @@ class Guard:
     @property
     def is_broken(self) -> bool:
         """Whether some rank takes no more calls after a failure, so that this rank must not wait for it."""
-        return self.broken is not None or (self.failures is not None and self.failures.left_by() is not None)
+        return self.broken is not None or (self.failures is not None and self.failures.first() is not None)
 
     def stop_waiting(self, error: MpiStrategyError) -> None:
-        """Make this rank's main thread raise `error` where it waits, if it can leave that wait; for any thread.
-
-        If the wait ends before the main thread looks, `error` has no effect.
-        """
-        self._late_error = error, self.comparisons
-
-    @property
-    def is_told_late(self) -> bool:
-        """Whether `stop_waiting` was called for the present wait."""
-        return self._late_error is not None and self._late_error[1] == self.comparisons
+        """Make this rank raise `error` where it waits, or waits next, if it can leave that wait; for any thread."""
+        self._late_error = error
 
     def look(self) -> None:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
-        if self._late_error is not None and self.is_told_late and self.broken is None:
-            error = self._late_error[0]
-            self.break_off("a wait for the others", error)
+        if self._late_error is not None and self.broken is None:
+            self.break_off("a wait for the others", self._late_error)
             self.is_untold = False  # the watchdog tells the others
-            raise self.mark_reported(error)
+            raise self.mark_reported(self._late_error)
         if time.monotonic() > self._patience_ends:
             raise RemoteError(str(self.broken))
         if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
@@ -403,19 +390,15 @@ class Guard:
             if self.skips and self.give_up is not None:
                 self.give_up(pending)  # the other ranks may wait for data that this rank does not send
             sys.stderr.write(f"[rank {self._rank}] waits to tell the other ranks: {in_words(pending)}\n")
-        if self.failures is None or self.failures.left_by() is None:
-            return
-        number, since = self._first_notice
-        if number != self.comparisons:
-            self._first_notice = (self.comparisons, time.monotonic())
-        elif time.monotonic() - since > failures.PATIENCE_SECONDS:
-            raise self.mark_reported(self._remote_error())
+        if self.failures is not None and self.failures.first() is not None:
+            self._noticed = min(self._noticed, time.monotonic())
+            if time.monotonic() - self._noticed > failures.PATIENCE_SECONDS:
+                raise self.mark_reported(self._remote_error())
 
     def _remote_error(self) -> MpiStrategyError:
         """Take no more calls; return the error that names the failed rank."""
-        rank = None if self.failures is None else self.failures.left_by()
-        if self.failures is not None and rank is not None:
-            self.stop(self.failures.failure_of(rank))
+        if self.failures is not None and (failure := self.failures.first()) is not None:
+            self.stop(failure)
         assert self.broken is not None
         return self.broken.as_error()
 
@@ -460,14 +443,13 @@ class Guard:
             if report.error:
                 if self.skips:
                     time.sleep(PATIENCE_SECONDS)  # the other rank ends the job
-                kind = getattr(errors, report.error, RemoteError)
-                if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
-                    kind = RemoteError
-                text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
-                error: MpiStrategyError = kind(text)
+                named = getattr(errors, report.error, RemoteError)
+                kind = named if isinstance(named, type) and issubclass(named, MpiStrategyError) else RemoteError
+                text = f"{report.error}: {report.text}"
+                error: MpiStrategyError = kind(f"rank {rank} could not make this call ({report.site}): {text}")
                 error.rank, error._is_printed_elsewhere = rank, True
                 if isinstance(error, RemoteError):
-                    error.error = f"{report.error}: {report.text}"
+                    error.error = text
                 return error
         closing = [rank for rank, report in enumerate(reports) if report.call.get("call") == CLOSE]
         if closing and self.contains_errors:

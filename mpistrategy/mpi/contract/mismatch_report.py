@@ -51,8 +51,13 @@ _ALIKE = (
 )
 
 
-_AN_INT = "int64[]"
-_BETWEEN = ", "
+#: What to write for a usual difference, by the field.
+_CURES = {
+    "destination": "extended.worker_devices is this rank's own device: for a result on every rank, pass "
+    "strategy.devices_by_rank.",
+    "values": "An int is int64, a float is float64, and sum() of nothing is the int 0: write float(x), or "
+    "sum(parts, start=0.0).",
+}
 #: The structure in the call of a rank that has no value of its own, and takes the value of the root of a broadcast.
 ASKS = "what the root has"
 _OF_VALUES = ("structure", "values")
@@ -108,25 +113,8 @@ def table(reports: Sequence[Report]) -> str:
     head = "; ".join(["the ranks do not make the same call", *reasons])
     lines = [head, *_rows(calls, different, [report.site for report in reports])]
     lines.extend(_ALIKE if different == ["place"] and not left_ranks else _DIFFERENT)
-    lines.extend(_cures(calls, different))
+    lines.extend(_CURES[field] for field in different if field in _CURES)
     return "\n".join(lines)
-
-
-def _cures(calls: Sequence[Words], different: Sequence[str]) -> list[str]:
-    """Return what to write for the usual differences."""
-    cures = []
-    if "destination" in different and any(call.get("destination", "").startswith("rank ") for call in calls):
-        cures.append(
-            "extended.worker_devices is each rank's own device. To have the result on every rank, pass the value itself"
-            " or strategy.devices_by_rank."
-        )
-    lists = [call.get("values", "").split(_BETWEEN) for call in calls if LEFT not in call]
-    if any(_AN_INT in texts and len({*texts}) > 1 for texts in zip(*lists, strict=False)):
-        cures.append(
-            "A Python int is int64, a float is float64, and sum() of no values is the int 0: write float(x), or"
-            " sum(parts, start=0.0)."
-        )
-    return cures
 
 
 def _different(calls: Sequence[Words]) -> list[str]:
@@ -159,10 +147,6 @@ def _first_difference(texts: Sequence[str]) -> int:
 
 
 def _cut(text: str, start: int) -> str:
-    """Return a long text cut to a part around its first difference; of a list, from that entry on."""
+    """Return a long text cut to a part around its first difference."""
     begin = max(0, start - _SHOWN // 4) if len(text) > _SHOWN else 0
-    before = text.rfind("; ", 0, start)
-    entry = 0 if before < 0 else before + len("; ")
-    begin = entry if begin and start - entry < 3 * _SHOWN // 4 else begin
-    end = begin + _SHOWN
-    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
+    return f"{'...' if begin else ''}{text[begin : begin + _SHOWN]}{'...' if begin + _SHOWN < len(text) else ''}"

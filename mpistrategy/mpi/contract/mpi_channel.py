@@ -75,10 +75,9 @@ class MpiControlChannel(ControlChannel):
         self._header, self._received_header = (
             array[:_HEADER].data.cast("B") for array in (self._own_values, self._totals)
         )
+        #: What makes the answer of the comparison that this rank has begun True; empty once it has read the answer.
         self._expected: bytes = b""
         self._request: Any = MPI.REQUEST_NULL
-        #: Whether this rank has begun a comparison and not read the answer.
-        self._is_unread = False
         #: The digest to compare after a comparison that this rank has left, if all ranks agree in that comparison.
         self._following: int | None = None
         #: Keeps the buffers of an exchange of texts that this rank has left: MPI could still write into them.
@@ -91,30 +90,33 @@ class MpiControlChannel(ControlChannel):
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting.  The answer of a comparison that this rank has left comes first."""
-        if self._is_unread or not self._request.Test():
+        if self._expected or not self._request.Test():
             self._following = digest
         else:
             self._start(digest)
 
     def _start(self, digest: int) -> None:
-        self._header[:], self._expected = header_of(digest, self._comm.size)
+        self._header[:], expected = header_of(digest, self._comm.size)
         if self._persistent:
             self._request.Start()
         else:
             self._request = self._comm.Iallreduce(self._own_values, self._totals, MPI.SUM)
-        self._is_unread = True
+        self._expected = expected  # last: an interruption may come before the message has begun
 
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
         if not self._request.Test():
             return None
-        answer = self._received_header == self._expected
+        answer = self._read()
         following, self._following = self._following, None
         if answer and following is not None:
             self._start(following)
             return None
-        self._is_unread = False
         return answer
+
+    def _read(self) -> bool:
+        expected, self._expected = self._expected, b""
+        return self._received_header == expected
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""
@@ -122,8 +124,7 @@ class MpiControlChannel(ControlChannel):
             return super().all_equal(digest, look)
         self._start(digest)
         self._request.Wait()
-        self._is_unread = False
-        return self._received_header == self._expected
+        return self._read()
 
     def has_equal_sums(self, comm: MPI.Intracomm) -> bool:
         """Return whether all ranks get the same bits of MPI's sums, which MPI does not promise.  Collective.
@@ -148,15 +149,12 @@ class MpiControlChannel(ControlChannel):
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
         data, counts = np.frombuffer(encoded(text), np.uint8), np.zeros(self._comm.size, np.int64)
         self._texts = self._comm.Iallgather(np.array([data.size]), counts)
-        wait_patiently(self._has_texts, look)
+        wait_patiently(lambda: self._texts.Test() or None, look)
         all_data = np.empty(int(counts.sum()), np.uint8)
         self._texts = self._comm.Iallgatherv(data, [all_data, counts])
-        wait_patiently(self._has_texts, look)
+        wait_patiently(lambda: self._texts.Test() or None, look)
         texts, ends = all_data.tobytes(), np.cumsum(counts).tolist()
         return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-
-    def _has_texts(self) -> bool | None:
-        return self._texts.Test() or None
 
     def close(self) -> None:
         """Free the requests and the communicator."""

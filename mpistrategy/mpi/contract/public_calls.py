@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from mpistrategy.arrays.values import ArenaBase
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -69,8 +67,3 @@ def collective(kind: str, *, outside: str = "", may_skip_check: bool = False) ->
         return called  # type: ignore[return-value]
 
     return declare
-
-
-def is_arena(value: Any) -> bool:
-    """Return whether `value` is a `mpistrategy.Arena`."""
-    return isinstance(value, ArenaBase)

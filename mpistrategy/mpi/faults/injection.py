@@ -21,12 +21,10 @@ share a process.
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -36,6 +34,7 @@ from typing import Any
 from mpistrategy.errors import InjectedFault, OptionError
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN, PublicCall, all_declared, hooks
+from mpistrategy.mpi.watchdog import reports
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _LONGEST_SECONDS = 86400.0
@@ -117,8 +116,7 @@ class Armed:
 
     def __init__(self, text: str, rank: int, size: int) -> None:
         self._pending = [fault for fault in parse(text, PLAN, size) if fault.ranks is None or rank in fault.ranks]
-        self._title = f"[rank {rank}/{size}]"
-        self._pid = os.getpid()
+        self._title = f"[rank {rank}/{size}] "
         self._counts: Counter[str] = Counter()
 
     def call(self, public: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,25 +134,14 @@ class Armed:
         finally:
             inside.depth -= 1
 
-    def report_pending(self) -> None:
-        """Print which faults have not happened: a job that ends well without them has tested nothing."""
-        for fault in self._pending if os.getpid() == self._pid else ():  # not in a forked child
-            calls = self._counts[fault.kind]
-            self._say(f"planned fault did not happen, after {calls} such calls: {fault.text}")
-
     def _begin(self, fault: Fault) -> None:
-        self._say(f"injected fault at {call_site().text}: {fault.text}")
+        reports.say(self._title, f"injected fault at {call_site().text}: {fault.text}")
         if fault.action in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[fault.action])
         elif fault.action == "delay":
             time.sleep(fault.seconds)
         else:
             raise InjectedFault(f"{fault.text}: raised on purpose, as {PLAN} says")
-
-    def _say(self, text: str) -> None:
-        sys.stdout.flush()
-        sys.stderr.write(f"{self._title} {text}\n")
-        sys.stderr.flush()
 
 
 def arm(rank: int, size: int) -> None:
@@ -173,5 +160,4 @@ def arm(rank: int, size: int) -> None:
     if not HAS_PLAN:
         found, expected = "a plan that was set after mpistrategy was imported", "one that was set before"
         raise OptionError.at(PLAN, found=found, expected=expected)
-    atexit.register(armed.report_pending)
     hooks.append(armed.call)

@@ -84,25 +84,25 @@ def look(device_index: int | None = None) -> Sight:
     """Return the GPUs that this process sees; never raises: the other ranks wait for the result."""
     host = os.uname().nodename
     try:
-        return Sight(visible_gpus(), host, device_index)
-    except DeviceError as error:
-        return Sight((), host, device_index, error.found, error.fix)
+        gpus, reason, fix = visible_gpus()
     except Exception as error:  # a CuPy for another CUDA, an old driver, a missing library: of many types
         reason = f"CuPy does not work here ({type(error).__name__}: {error})"
         return Sight((), host, device_index, reason, f"{_INSTALL}; and see what nvidia-smi says there", is_strange=True)
+    return Sight(gpus, host, device_index, reason, fix)
 
 
-def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CuPy can use in this process; the driver decides which are visible.
+def visible_gpus() -> tuple[tuple[Gpu, ...], str, str]:
+    """Return the GPUs that CuPy can use in this process; without any, why, and advice.
+
+    The driver decides which are visible.
 
     Raises:
-        DeviceError: without a GPU, or without CuPy.
         Exception: of CuPy's own types, where it does not work.
     """
     from importlib.util import find_spec  # here, for the quick import
 
     if "cupy" not in sys.modules and find_spec("cupy") is None:
-        raise DeviceError.at("GPUs", found="CuPy is not installed", expected="CuPy", fix=_INSTALL)
+        return (), "CuPy is not installed", _INSTALL
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -113,13 +113,9 @@ def visible_gpus() -> tuple[Gpu, ...]:
             raise
         count = 0
     if not count:
-        raise DeviceError.at(
-            "GPUs",
-            found="no NVIDIA driver here, or no GPU that this process may use",
-            expected="a GPU",
-            fix="Ask for one (srun --gpus-per-task=1); see CUDA_VISIBLE_DEVICES",
-        )
-    return tuple(_gpu(runtime, index) for index in range(count))
+        reason = "no NVIDIA driver here, or no GPU that this process may use"
+        return (), reason, "Ask for one (srun --gpus-per-task=1); see CUDA_VISIBLE_DEVICES"
+    return tuple(_gpu(runtime, index) for index in range(count)), "", ""
 
 
 def _gpu(runtime: Any, index: int) -> Gpu:

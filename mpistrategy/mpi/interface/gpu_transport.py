@@ -113,16 +113,15 @@ def own_part(ranks: Ranks, counts: Sequence[int]) -> slice:
     return slice(first, first + counts[ranks.rank])
 
 
-def error_of(work: Callable[[], str | None]) -> str:
-    """Return the error of `work` in words, else ""; it must not raise, since the other ranks wait for this one."""
+def first_error(ranks: Ranks, work: Callable[[], str | None]) -> str:
+    """Do the work of this rank, which raises or returns an error, or neither.  A barrier.
+
+    Returns the error of the first rank that has one, and all ranks with errors; else "".
+    """
     try:
-        return work() or ""
+        own_error = work() or ""
     except Exception as error:  # CUDA's, NCCL's or ours
-        return f"{type(error).__name__}: {error}"
-
-
-def first_error(ranks: Ranks, own_error: str) -> str:
-    """Return the error of the first rank that has one, and all ranks with errors; else "".  A barrier."""
+        own_error = f"{type(error).__name__}: {error}"
     errors = ranks.allgather_text(own_error)
     failed_ranks = [rank for rank, error in enumerate(errors) if error]
     return f"{errors[failed_ranks[0]]} ({ranks_in_words(failed_ranks)})" if failed_ranks else ""

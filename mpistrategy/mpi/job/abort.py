@@ -170,12 +170,8 @@ def _say_goodbye() -> None:
         guard.start_leaving()
     end, pauses = time.monotonic() + (PATIENCE_SECONDS if is_due else math.inf), growing_pauses()
     while guards and time.monotonic() < end:
-        try:
-            guards = [guard for guard in guards if not _has_left(guard, status)]
-            time.sleep(next(pauses))
-        except SystemExit as stop:  # of a signal's handler: this rank stops already, and the others wait for it
-            if status_of(stop):
-                _abort(status_of(stop), "stopped while it waited for the other ranks")
+        guards = [guard for guard in guards if not _has_left(guard, status)]
+        time.sleep(next(pauses))
     reach = max((guard.size for guard in _open if not guard.is_broken), default=0)
     if guards or (is_due and reach < _SIZE):  # some rank goes on, or cannot be told: no strategy reaches it
         _end_with(status)
@@ -225,6 +221,5 @@ def _leave_contained() -> None:
         for guard in contained:
             guard.break_off("", error)
     end = time.monotonic() + _OTHER_NODES_SECONDS
-    for guard in _open:
-        if not guard.is_in_background:
-            guard.tell_of_failure(end - time.monotonic())
+    for guard in (guard for guard in _open if not guard.is_in_background):
+        guard.tell_of_failure(end - time.monotonic())

@@ -62,17 +62,15 @@ def _exit(status: Any = None, /) -> NoReturn:
     exit_now = SystemExit(status)
     if threading.current_thread() is threading.main_thread():
         stack = "".join(traceback.format_stack(sys._getframe(1)))
-        words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
-        program.note(status_of(exit_now), words)
+        program.note(status_of(exit_now), f"sys.exit({status!r}) was called here (most recent call last):\n{stack}")
     raise exit_now
 
 
 def prepare() -> None:
     """Note exits from now on, and let forked children of this process end without MPI_Finalize."""
-    for place in (sys, builtins):
-        for name in ("exit", "quit"):
-            if hasattr(place, name):  # `python -S` has only sys.exit
-                setattr(place, name, _exit)
+    sys.exit = _exit
+    for name in ("exit", "quit"):
+        setattr(builtins, name, _exit)
     atexit.register(_end_child, os.getpid())
     os.register_at_fork(after_in_child=lambda: program.note(0))
 

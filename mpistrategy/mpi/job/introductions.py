@@ -16,15 +16,13 @@ class Introduction(NamedTuple):
     """The introduction of a rank to the others, sent as JSON.
 
     Attributes:
-        mpistrategy: the version of this package.
-        python: the version of Python: major and minor.
+        versions: of this package and of Python.
         leader: the first rank on its node.
         cores: the cores that it may use.
         directory: where the job's records would go, if this rank is the first.
     """
 
-    mpistrategy: str
-    python: str
+    versions: str
     leader: int
     cores: Sequence[int]
     directory: str = ""
@@ -36,9 +34,9 @@ def version() -> str:
     return str(sys.modules[__name__.partition(".")[0]].__version__)
 
 
-def python_version() -> str:
-    """Return the version of Python: major and minor."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
+def versions() -> str:
+    """Return what must be equal on all ranks: the versions of this package and of Python."""
+    return f"mpistrategy {version()}, Python {sys.version_info.major}.{sys.version_info.minor}"
 
 
 def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list[Introduction]:
@@ -52,16 +50,14 @@ def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list
         LaunchError: when the ranks run different versions.  On every rank alike.
     """
     fields = [json.loads(text) for text in texts]
-    for key, title in (("mpistrategy", "mpistrategy"), ("python", "Python")):
-        ranks: dict[str, list[int]] = {}
-        for rank, introduction in enumerate(fields):
-            ranks.setdefault(str(introduction.get(key, "?")), []).append(rank)
-        if len(ranks) > 1:
-            shown = "; ".join(f"{version} on {ranks_in_words(members)}" for version, members in ranks.items())
-            raise LaunchError.at(
-                where,
-                found=f"different versions of {title}: {shown}",
-                expected="the same on all ranks",
-                fix="Give all nodes one environment: the same venv, container or module.",
-            )
+    ranks: dict[str, list[int]] = {}
+    for rank, introduction in enumerate(fields):
+        ranks.setdefault(str(introduction.get("versions", "?")), []).append(rank)
+    if len(ranks) > 1:
+        raise LaunchError.at(
+            where,
+            found="different versions: " + "; ".join(f"{text} on {ranks_in_words(ranks[text])}" for text in ranks),
+            expected="the same on all ranks",
+            fix="Give all nodes one environment: the same venv, container or module.",
+        )
     return [Introduction(**rank_fields) for rank_fields in fields]

@@ -1,4 +1,4 @@
-"""Compares what the launcher says about this process with what MPI says; without a match, refuses to start.
+"""The start of a rank: what its launcher says, MPI's own start, and whether both say the same; else a refusal.
 
 A launcher and an MPI that do not know each other start N programs of one rank each, which train N models and end with
 status 0.  Here each of them refuses to start.
@@ -9,12 +9,17 @@ started yet, and a child of a rank has the environment of its parent.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from threading import TIMEOUT_MAX
+from types import FunctionType
 
 from mpistrategy.errors import LaunchError
+from mpistrategy.mpi.contract import timeouts
 from mpistrategy.options import is_on
 
 #: Set to 1 to start several programs of one rank each on purpose.
@@ -55,6 +60,13 @@ _CURES = {
         "of {} in the batch script.",
     ),
 }
+
+#: The other ranks wait so much longer than rank 0: where rank 0 waits, too, it reports for all.
+_LATER_SECONDS = 5.0
+_CAUSES = (
+    "Look for a rank that has failed, has not begun, or is stopped (ps on its node: state T). Do launcher and MPI fit "
+    "together (srun --mpi=list), and can the nodes reach each other?"
+)
 
 
 @dataclass(frozen=True)
@@ -149,11 +161,6 @@ def cure(launcher: str, library: str) -> str:
     )
 
 
-def tell_children() -> None:
-    """Tell the processes that this rank starts that they are no ranks."""
-    os.environ[_RANK_PROCESS] = str(os.getpid())
-
-
 def refusal_of_child(where: str, claim: Claim) -> LaunchError | None:
     """Return the error of a process that a rank has started, and that must not start MPI; None for other processes.
 
@@ -161,37 +168,31 @@ def refusal_of_child(where: str, claim: Claim) -> LaunchError | None:
     program under srun tells MPI nothing.  A launcher that a rank has started is the parent of its own ranks.
     """
     is_single = claim.tasks == 1 and claim.variables[0].startswith("SLURM_")
-    if is_single or is_on(os.environ.get(ALONE, "")):
-        return None
     main = sys.modules.get("__mp_main__")  # where multiprocessing imports the program; elsewhere a name of __main__
-    if (main is not None and main.__name__ == "__mp_main__") or any(
-        "from multiprocessing." in w for w in sys.orig_argv
-    ):
-        found = f"a process that multiprocessing has started in rank {claim.rank} of {claim.tasks}"
-        fix = (
-            "Such a process imports the program's module: put what only the ranks shall do, as MirroredStrategy(), "
-            'below `if __name__ == "__main__":`. OneDeviceStrategy works in it.'
-        )
-    elif os.environ.get(_RANK_PROCESS) == str(os.getppid()):
-        found = f"a program that rank {claim.rank} of {claim.tasks} has started"
-        fix = (
-            f"It has the rank's variables ({', '.join(claim.variables)}, ...), and MPI would take it for that rank. "
-            "OneDeviceStrategy works in it; or start it with the MPI's mpiexec, without these variables."
-        )
-    else:
+    is_worker = (main is not None and main.__name__ == "__mp_main__") or any(
+        "from multiprocessing." in word for word in sys.orig_argv
+    )
+    is_child = is_worker or os.environ.get(_RANK_PROCESS) == str(os.getppid())
+    if is_single or is_on(os.environ.get(ALONE, "")) or not is_child:
         return None
-    return LaunchError.at(where, found=found, expected="a strategy in the ranks alone", fix=fix)
+    return LaunchError.at(
+        where,
+        found=f"a process that rank {claim.rank} of {claim.tasks} has started",
+        expected="a strategy in the ranks alone",
+        fix=f"It has the rank's variables ({', '.join(claim.variables)}, ...), and MPI would take it for that rank. "
+        "OneDeviceStrategy works in it. multiprocessing imports the program's module in it: put what only the ranks "
+        'shall do below `if __name__ == "__main__":`. Start another program with mpiexec, without these variables.',
+    )
 
 
 def no_mpi(where: str, error: BaseException) -> LaunchError:
     """Return the error where no MPI library can be loaded: three lines, the same from everywhere."""
     _, *failures = str(error).splitlines() or [""]  # mpi4py tells one line for each library that it has tried
-    if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
-        found = "no mpi4py"
-    elif failures and all("No such file" in line for line in failures):
-        found = f"no MPI library (there is no {', '.join(line.partition(':')[0] for line in failures)})"
-    else:
-        found = f"no MPI library ({' '.join(' '.join(failures or [str(error)]).split())[:300]})"
+    is_missing = failures and all("No such file" in line for line in failures)
+    files = f"there is no {', '.join(line.partition(':')[0] for line in failures)}"
+    reason = files if is_missing else " ".join(" ".join(failures or [str(error)]).split())[:300]
+    has_mpi4py = not isinstance(error, ModuleNotFoundError) or error.name != "mpi4py"
+    found = f"no MPI library ({reason})" if has_mpi4py else "no mpi4py"
     expected = "an MPI that mpi4py can load"
     fix = (
         "Load your cluster's MPI module, or install an MPI into this environment: pip install mpich\n"
@@ -200,3 +201,66 @@ def no_mpi(where: str, error: BaseException) -> LaunchError:
     launch_error = LaunchError.at(where, found=found, expected=expected, fix=fix)
     launch_error.args = (f"{where}: found {found}; expected {expected}.\n{fix}",)
     return launch_error
+
+
+# ---------------------------------------------------------------------------------------------------- the start
+
+
+def start(where: str, seconds: float | None = None) -> None:
+    """Import `mpi4py.MPI`, which starts MPI, unless that has been done; MPI runs afterwards.
+
+    Where a launcher has started several ranks, this takes Python's one `faulthandler.dump_traceback_later` meanwhile.
+
+    Args:
+        where: the public name in messages.
+        seconds: how long MPI may take to start; None for the limit of a collective.
+
+    Raises:
+        LaunchError: when a rank has started this process, or the program has kept mpi4py from starting MPI and has not
+            started it, or has finalized it; where mpi4py finds no MPI library.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        claim = claim_in(os.environ)
+        if claim is not None and (refusal := refusal_of_child(where, claim)) is not None:
+            raise refusal
+        limit = timeouts.expected() if seconds is None else seconds
+        try:
+            if claim is None or claim.tasks < 2:
+                _import()
+            else:
+                _import_in_time(where, claim, limit)
+        except (ImportError, RuntimeError) as error:
+            raise no_mpi(where, error) from None  # its traceback shows mpi4py's search alone
+    from mpi4py import MPI
+
+    if MPI.Is_finalized() or not MPI.Is_initialized():
+        raise LaunchError.at(
+            where,
+            found="an MPI that has been finalized, or not been initialized (mpi4py.rc.initialize is False)",
+            expected="one that runs",
+            fix="Call MPI.Init_thread() before it, and MPI.Finalize() at the end of the program; or leave both to "
+            "mpi4py: mpi4py.rc.initialize = True.",
+        )
+    os.environ[_RANK_PROCESS] = str(os.getpid())  # tells the processes that this rank starts that they are no ranks
+
+
+def _import() -> None:
+    import mpi4py.MPI  # noqa: F401 - starts MPI
+
+
+def _import_in_time(where: str, claim: Claim, seconds: float) -> None:
+    """Start MPI, which waits for all ranks and holds the interpreter: only faulthandler can report and end it then.
+
+    faulthandler prints only file names and line numbers.  So the file name of the code is the message.
+    """
+    words = (
+        f"[rank {claim.rank}/{claim.tasks}] {where}: waited {seconds:g} s ({timeouts.VARIABLE}) in MPI_Init, to which "
+        f"all {claim.tasks} ranks must come. {_CAUSES}"
+    )
+    limit = min(seconds + _LATER_SECONDS * (claim.rank > 0), TIMEOUT_MAX)
+    try:
+        with suppress(RuntimeError):  # no thread can be started
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)
+        FunctionType(_import.__code__.replace(co_filename=words), globals())()
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -26,7 +26,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface.ranks import MAX_COUNT, Ranks, as_bytes, pieces, put
 from mpistrategy.mpi.job import abort, world
-from mpistrategy.mpi.job.introductions import Introduction, introductions, python_version, version
+from mpistrategy.mpi.job.introductions import Introduction, introductions, versions
 from mpistrategy.mpi.multi_node.reduced_precision import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
@@ -105,7 +105,7 @@ class MpiRanks(Ranks):
         self._control = MpiControlChannel(comm) if self.size > 1 else None
         leader = self._leader(node_key)
         directory = new_path() if self.rank == 0 else ""
-        me = Introduction(version(), python_version(), leader, sorted(cores()), directory)
+        me = Introduction(versions(), leader, sorted(cores()), directory)
         ranks = introductions(self.allgather_text(json.dumps(me._asdict())))
         numbers = {leader: node for node, leader in enumerate(sorted({introduction.leader for introduction in ranks}))}
         self._place([numbers[introduction.leader] for introduction in ranks])
@@ -133,7 +133,6 @@ class MpiRanks(Ranks):
             channel, self.rank, self.size, failures=self.failures, contains_errors=contains_errors
         )
         self._is_free = False
-        world.close_at_finalize(self.guard)
         abort.watch(self.guard, self.free)
         if self.size > 1:
             # Ranks that share no memory count as nodes of their own.

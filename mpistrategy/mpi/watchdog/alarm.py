@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
-from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.flight_recorder import in_words
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
@@ -52,17 +51,16 @@ def answer(groups: Sequence[Group], title: str, end: Callable[[int], object] | N
         _end_job(STATUS, end)
 
 
-def end_in_vain(group: Group, error: MpiStrategyError, title: str, end: Callable[[int], object] | None) -> NoReturn:
-    """End the job, since this rank cannot leave its wait for a rank that takes no more calls.
+def end_in_vain(group: Group, title: str, end: Callable[[int], object] | None) -> NoReturn:
+    """End the job, since this rank stays in a wait although no result will come: see `Group.waits_in_vain`.
 
     Args:
         group: the group in whose call this rank waits.
-        error: names the rank that takes no more calls, and the reason.
         title, end: as for `answer`.
     """
     try:
         where = local_process.now_doing([group.guard])
-        reports.say(title, f"{where}\nwaits in vain: {error} The whole job ends here.")
+        reports.say(title, f"{where}\nwaits in vain: {group.due} The whole job ends here.")
         reports.finish(title, FILE_SECONDS)
     finally:
         _end_job(1, end)
@@ -84,7 +82,7 @@ def call_the_roll(groups: Sequence[Group], title: str) -> RollCall:
     guards, began = [group.guard for group in groups], time.monotonic()
     record = f"{local_process.now_doing(guards)}\n\n{local_process.record(guards)}"
     for group in groups:
-        group.directory.leave()
+        group.directory.show("")
         group.board.write_record(record)
         group.board.put("state", ANSWERED)
     _until(lambda: min(widest.board.all("state")) >= ANSWERED, began + _NODE_SECONDS)
@@ -123,36 +121,25 @@ def _with_reason(status: RankStatus, words: Mapping[int, str]) -> RankStatus:
 
 
 def _speak(widest: Group, remote_statuses: list[RankStatus], title: str) -> None:
-    """Print the roll call here, or leave that to the node that calls the roll; add the statuses of other nodes."""
-    local_statuses = _on_this_node(widest)
+    """Write the records of this node, and call the roll unless another node does; add the statuses of other nodes."""
+    directory, local_statuses = widest.directory, _on_this_node(widest)
     for status in local_statuses:
         if status.silent and status.signal:  # print your stacks: this needs no Python in that process
             with suppress(OSError):
                 os.kill(status.process, status.signal)
-    if not _tell_by_files(widest, local_statuses, remote_statuses, title):
+    calls = directory.claim(ROLL_CALL)  # by the first node that makes this file, which is an alarm
+    if calls and widest.nodes > 1:
+        remote_statuses += _hear_others(widest)
+    called = RollCall(local_statuses + remote_statuses, widest.ranks)
+    text = called.text(f"{_RECORDS}: {directory.path}/*.json", widest.guard.contains_errors) if calls else ""
+    is_written = directory.write(f"error-{widest.node}.json", _as_json(widest, local_statuses, called, text))
+    if is_written and calls:
+        reports.say(title, text)
+        directory.write(ROLL_CALL, text)
+    elif not is_written or not _until(lambda: bool(directory.read(ROLL_CALL)), time.monotonic() + _SPEAKING_SECONDS):
         for status in local_statuses:
             reports.say(f"{title}record of rank {status.rank}: ", status.record)
-        called = RollCall(local_statuses + remote_statuses, widest.ranks)
         reports.say(title, called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
-
-
-def _tell_by_files(
-    widest: Group, local_statuses: Sequence[RankStatus], remote_statuses: list[RankStatus], title: str
-) -> bool:
-    """Write the records to the run directory and call the roll; return False where the directory cannot be used."""
-    directory, name = widest.directory, f"error-{widest.node}.json"
-    if not directory.claim(ROLL_CALL):  # the first node to claim the file calls the roll; the file is an alarm
-        is_written = directory.write(name, _as_json(widest, local_statuses, RollCall(local_statuses, widest.ranks), ""))
-        return is_written and _until(lambda: bool(directory.read(ROLL_CALL)), time.monotonic() + _SPEAKING_SECONDS)
-    if widest.nodes > 1:
-        remote_statuses += _hear_others(widest)
-    called = RollCall([*local_statuses, *remote_statuses], widest.ranks)
-    text = called.text(f"{_RECORDS}: {directory.path}/*.json", widest.guard.contains_errors)
-    if not directory.write(name, _as_json(widest, local_statuses, called, text)):
-        return False
-    reports.say(title, text)
-    directory.write(ROLL_CALL, text)
-    return True
 
 
 def _as_json(widest: Group, local_statuses: Sequence[RankStatus], called: RollCall, text: str) -> str:

@@ -64,7 +64,7 @@ def _copy_of(cupy: Any) -> _Write:
 class GpuProgress:
     """The collectives on this rank's GPU.
 
-    The thread that makes collectives creates the object; the watchdog calls `look`, `wait` and `in_words`.
+    The thread that makes collectives creates the object; the watchdog calls `wait` and `in_words`.
 
     Args:
         cupy: the package; the device must be the current one.
@@ -82,8 +82,8 @@ class GpuProgress:
         self._reached = empty_pinned((1,), "int64")
         self._reached[:] = 0
         self._last_number, self._address = 0, self._reached.ctypes.data
-        #: The flight record's entry of each collective and its timeout, by the number of its end.
-        self._entries: list[tuple[CurrentCall | None, float | None]] = [(None, None)] * _RING
+        #: The flight record's entry of each collective, by the number of its end.
+        self._entries: list[CurrentCall | None] = [None] * _RING
         stream = cupy.cuda.get_current_stream()
         self._write = stream_writer(stream.ptr, self._address) or _copy_of(cupy)
         self._last = cupy.cuda.Event(disable_timing=True)
@@ -111,59 +111,58 @@ class GpuProgress:
         return bool(self._reached[0] % 2)
 
     @contextmanager
-    def collective(self, entry: CurrentCall | None, limit: float | None = None) -> Iterator[int]:
+    def collective(self, entry: CurrentCall | None) -> Iterator[int]:
         """Note that the block puts a collective on the current stream, whose pointer it gets.
 
         Args:
             entry: its entry in the flight record.
-            limit: its timeout in seconds; None: the strategy's timeout.
         """
         stream = self._cupy.cuda.get_current_stream()
         if stream.ptr != self._stream:
             stream.wait_event(self._last)  # one after the other, whatever streams the program uses
             self._stream = stream.ptr
         end = (self._last_number + 2) % _RING
-        self._entries[end] = entry, limit
+        self._entries[end] = entry
         self._write(stream.ptr, self._address, (end - 1) % _RING)
         self._last_number = end
         yield stream.ptr
         self._write(stream.ptr, self._address, end)
         self._last.record(stream)
 
-    def look(self, now: float) -> None:
-        """Look how far the GPU has come; for the watchdog."""
+    def _missing(self) -> CurrentCall | None:
+        """Return the entry of the oldest collective that is not over."""
+        reached = 0 if self._observation is None else self._observation[0]
+        return self._entries[(reached + 2 - reached % 2) % _RING]
+
+    def wait(self, now: float, not_before: float, usual: float) -> tuple[float, float]:
+        """Look how far the GPU has come.
+
+        Return how long it has been in the oldest collective (0 before its beginning), and the limit of that.
+
+        Args:
+            now, not_before: until when, and from when on, time counts.
+            usual: the timeout of a collective without its own.
+        """
         reached = int(self._reached[0])
         if reached == self._last_number:
             self._observation, self.failure = None, ""
-            return
+            return 0.0, usual
         if self._observation is None or self._observation[0] != reached:
             self._observation = reached, now
         try:
             self._check()
         except Exception as error:  # of the library's own type
             self.failure = str(error)
-
-    def _missing(self) -> tuple[CurrentCall | None, float | None]:
-        """Return the entry and the timeout of the oldest collective that is not over."""
-        reached = 0 if self._observation is None else self._observation[0]
-        return self._entries[(reached + 2 - reached % 2) % _RING]
-
-    def wait(self, now: float, not_before: float, usual: float) -> tuple[float, float]:
-        """Return how long the GPU has been in the oldest collective (0 before its beginning), and its limit.
-
-        Args:
-            now, not_before: until when, and from when on, time counts.
-            usual: the timeout of a collective without its own.
-        """
-        if self._observation is None or not self._observation[0] % 2:
+        if not reached % 2:
             return 0.0, usual
-        return max(0.0, now - max(self._observation[1], not_before)), self._missing()[1] or usual
+        entry = self._missing()
+        return max(0.0, now - max(self._observation[1], not_before)), (entry and entry.timeout) or usual
 
     def in_words(self, now: float) -> str:
         """Return where the GPU is; "" when no result is missing."""
         if self._observation is None:
             return ""
-        entry, _ = self._missing()
+        entry = self._missing()
         words = "a collective" if entry is None else in_words(entry)
         if not self._observation[0] % 2:
             return f"on its way: its GPU is still at what comes before {words}"

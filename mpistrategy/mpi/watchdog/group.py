@@ -1,9 +1,9 @@
 """The ranks of one communicator, as the watchdog sees them, and what their watchdogs tell each other.
 
-A rank works, waits in a collective or waits for its own GPU.  It may have announced until when it is busy.  It may have
-left: it takes no more calls.  Ranks of one node read each other's statuses in shared memory.
-What a rank says to all nodes (that it is busy, that it has left, that a collective is late) is a name in the run
-directory.  The first rank of each node looks there for its node; a rank that is late looks once more.
+A rank works, waits in a collective or waits for its own GPU.  It may have announced until when it is busy.  Ranks of
+one node read each other's statuses in shared memory.  What is said to all nodes (that a node is busy, that a rank takes
+no more calls, that a collective is late) is a name in the run directory.  The first rank of each node looks there, and
+all ranks where errors are contained; a rank that is late looks once more.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _OWN_GPU = 2
 _LOOK_SECONDS = 2.5
 #: For how long another node may not know that this node is busy.
 _UNTOLD_SECONDS = 60.0
+#: After how long a wait for a rank that takes no more calls ends with the job, where a rank stays in it.
+_ENDS_SECONDS = 5.0
 
 
 class Group:
@@ -56,8 +58,7 @@ class Group:
         directory: RunDirectory,
         identity: int = 0,
     ) -> None:
-        guard.record.show_in(*board.entries)
-        board.introduce(identity, len(ranks))
+        board.introduce(identity, len(ranks), guard.record)
         self.guard = guard
         self.board = board
         self.ranks = ranks
@@ -67,7 +68,7 @@ class Group:
         self.due: MpiStrategyError | None = None
         self._due_since = 0.0
         self._next_look = 0.0
-        self._hears_alarm = self._tells = False
+        self._hears_alarm = self._hears_failure = False
         #: Until when this node is busy as the other nodes know; until when another node is, as this one knows.
         self._announced_end, self._remote_end = time.monotonic(), 0.0
 
@@ -94,65 +95,60 @@ class Group:
         return limit if waited > limit or own_gpu > _OWN_GPU * limit else math.inf
 
     def is_alarmed(self) -> bool:
-        """Return whether this rank knows of a rank that has found a collective late."""
-        return self._hears_alarm or any(self.board.all("state"))
+        """Return whether this rank knows of a rank that has found a collective late, or of a failure on its own GPU."""
+        flight = self.guard.gpu_progress
+        return self._hears_alarm or any(self.board.all("state")) or (flight is not None and bool(flight.failure))
 
     def is_excused(self, now: float, limit: float) -> bool:
         """Return whether some rank has announced work, and neither its time nor the limit after it is over."""
         here = max(self.board.all("expected"))
         if self.nodes > 1 and max(here, self._remote_end) + limit <= now:
-            self._remote_end = now + self.directory.busy_until(self.node) - time.time()
+            self._remote_end = now + self.directory.busy_until() - time.time()
         return max(here, self._remote_end) + limit > now
 
-    # ------------------------------------------------------------------------------------------- ranks that have left
-
-    def look_for_failures(self, now: float) -> None:
-        """Find out whether some rank takes no more calls; tell other nodes that this rank does, unless they know."""
-        broken = self.guard.broken
-        if broken is not None and self.guard.is_untold and not self._tells:
-            self._tells = True
-            self.directory.write_passing(LEFT, json.dumps(astuple(broken)))
-            self.board.put("left", True)
-        if self.due is None and (failure := self._failure()) is not None:
-            self.end_waits(failure.as_error(), now)
-
-    def _failure(self) -> Failure | None:
-        failures = self.guard.failures
-        if failures is not None:
-            rank = failures.left_by()
-            return None if rank is None else failures.failure_of(rank)
-        if not any(self.board.all("left")):
-            return None
-        with suppress(ValueError, TypeError):
-            return Failure(*json.loads(self.directory.read(LEFT)))
-        return Failure("another rank takes no more calls")
+    # ------------------------------------------------------------------------------------------- no result will come
 
     def end_waits(self, error: MpiStrategyError, now: float) -> None:
         """Let `error` be due to this rank wherever it waits from now on."""
         self.due, self._due_since = error, now
 
-    def seconds_in_vain(self, now: float) -> float:
-        """Return how long this rank has waited although an error is due to it."""
-        return 0.0 if self.due is None else min(now - self._due_since, self.host_waited(now))
+    def waits_in_vain(self, now: float) -> bool:
+        """Return whether this rank stays in a wait although no result will come: it can leave no wait in MPI itself."""
+        if self.due is None and (failure := self._failure()) is not None:
+            self.end_waits(failure.as_error(), now)
+        return self.due is not None and min(now - self._due_since, self.host_waited(now)) > _ENDS_SECONDS
+
+    def _failure(self) -> Failure | None:
+        """Return why some rank takes no more calls; where another node must hear it, tell it or let this rank raise."""
+        guard = self.guard
+        if guard.failures is not None:
+            return guard.failures.first()
+        if guard.broken is not None and guard.is_untold:
+            self.directory.show(LEFT, json.dumps(astuple(guard.broken)))
+        if guard.broken is None and self._hears_failure:
+            with suppress(ValueError, TypeError):
+                failure = Failure(*json.loads(self.directory.read(LEFT)))
+                guard.stop_waiting(failure.as_error())
+                return failure
+        return guard.broken
 
     # ------------------------------------------------------------------------------------------- the other nodes
 
     def look_at_nodes(self, now: float) -> None:
-        """As the first rank of a node, when it is time: read other nodes' messages, and write if this node is busy.
+        """As the first rank of a node, when it is time: look what other nodes say, and say if this node is busy.
 
         In a save a rank says again and again that it is busy until now: other nodes hear of it from time to time.
         """
-        expected, step = max(self.board.all("expected")), min(self.guard.timeout / 4, _UNTOLD_SECONDS)
-        is_news = expected > max(now, self._announced_end)
-        if self.nodes == 1 or self.board.local_rank or (now < self._next_look and not is_news):
+        is_first = self.board.local_rank == 0 or self.guard.contains_errors
+        if self.nodes == 1 or not is_first or now < self._next_look or self.due is not None:
             return
         self._next_look = now + min(self.guard.timeout / 10, _LOOK_SECONDS)
         names = self.directory.names()
-        self._hears_alarm |= ROLL_CALL in names
-        if LEFT in names:
-            self.board.put("left", True)
-        if is_news or expected > self._announced_end + step:
+        self._hears_alarm, self._hears_failure = self._hears_alarm or ROLL_CALL in names, LEFT in names
+        expected, step = max(self.board.all("expected")), min(self.guard.timeout / 10, _UNTOLD_SECONDS)
+        if expected > self._announced_end + step:
             self._announced_end = expected
-            self.directory.say_busy(self.node, time.time() + expected - now)
-        elif expected < now - 2 * step:
-            self._announced_end = now  # the next save may be short
+            self.directory.show(f"busy-{self.node}-{math.ceil(time.time() + expected - now)}")
+        elif expected < now - 2 * step:  # the next save may be short
+            self._announced_end = now
+            self.directory.show("")

@@ -24,8 +24,6 @@ _STATES = {
     "Z": "its process {} has ended",
     "X": "its process {} has ended",
 }
-#: How the text of a rank begins whose program has ended.
-ENDED = "at its end"
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _HOLDING = "its process {} runs, but code in it does not let other Python threads run"
 
@@ -55,10 +53,8 @@ def now_doing(guards: Iterable[Guard]) -> str:
     if finished:
         last = max(finished, key=lambda entry: entry.entered)
         words = f"its last was {flight_recorder.in_words(last)}, {now - last.left:.1f} s ago"
-    where = f"in no collective: {_place()}"
-    if any(guard.leaving for guard in guards):
-        where = f"{ENDED}: its program has ended"
-    return f"{where}; {words}"
+    has_ended = any(guard.leaving for guard in guards)
+    return f"{'at its end: its program has ended' if has_ended else f'in no collective: {_place()}'}; {words}"
 
 
 def inside_of(guard: Guard) -> CurrentCall | None:
@@ -85,16 +81,15 @@ def _frames_stay() -> Iterator[None]:
     """Keep the frames of other threads alive while they are read.
 
     In Python 3.11 making the object of a frame may collect garbage, whose finalizers may let that thread run on, and
-    the frame is gone: the walk ends in memory that is something else by then.  Later Pythons collect elsewhere.
+    the frame is gone: the walk ends in memory that is something else by then.
     """
-    if sys.version_info >= (3, 12) or not gc.isenabled():
-        yield
-        return
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def record(guards: Iterable[Guard]) -> str:

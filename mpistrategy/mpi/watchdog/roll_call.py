@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +16,7 @@ from mpistrategy.objects.shown import ranks_in_words
 FAILED = ", which has failed: "
 
 _MOST_ROWS = 64
-_UNKNOWN = (
-    "its node does not answer, no strategy connects it yet (where only some ranks make one: "
-    "MirroredStrategy(communicator=...)), or it is stopped (ps on its node: state T)"
-)
+_UNKNOWN = "its node does not answer, or it is stopped (ps on its node: state T)"
 _CURES = (
     "Work that one rank does for long on purpose: `with strategy.expect_long(seconds)`; a longer limit: "
     "MPISTRATEGY_TIMEOUT_SECONDS."
@@ -57,7 +53,12 @@ class RollCall:
     def as_error(self) -> CollectiveTimeoutError:
         """Return the error of ranks that wait, for a job that goes on."""
         error = CollectiveTimeoutError(f"a collective is late, as the roll call says{self._absent}. {NO_MORE_CALLS}")
-        error.calls = {status.rank: _call_of(status) for status in self.statuses}
+        error.calls = {
+            status.rank: RankCall(left=status.silent or status.text)
+            if status.rank in self.missing
+            else RankCall(call=status.text)
+            for status in self.statuses
+        }
         error.missing = tuple(self.missing)
         error.waited_seconds = {status.rank: round(status.waited, 3) for status in self.statuses}
         return error
@@ -83,8 +84,6 @@ class RollCall:
         headline += f"(timeout_seconds={late.limit:g})"
         if failed:
             headline = f"a collective has failed on a GPU: {ranks_in_words(failed)}"
-        elif not late.waited:
-            headline = "a collective is late: no rank waits for another one, and a GPU does not come to it"
         if len(rows) > _MOST_ROWS:  # missing ranks before ranks that wait
             rows = sorted(rows, key=lambda status: status.rank not in self.missing)[:_MOST_ROWS]
         lines = [f"roll call: {headline}", *map(_row, rows)]
@@ -131,18 +130,8 @@ def statuses_in(data: Mapping[str, Any]) -> list[RankStatus]:
     ]
 
 
-def _call_of(status: RankStatus) -> RankCall:
-    """Return the call of a status such as ``in #7 Strategy.reduce SUM float64[3] (24 B) for 2 s; at train.py:12``."""
-    call = re.match(r"in #\d+ (\S+)(?: ([A-Z]+)\b)?", status.text)
-    if status.silent:
-        return RankCall(left=f"does not answer: {status.silent}")
-    if call is None:
-        return RankCall(left=status.text)
-    return RankCall(call=call[1], op=call[2] or "", site=status.text.rpartition(" at ")[2])
-
-
 def _row(status: RankStatus) -> str:
+    words = f"{'waits' if status.waited else 'has not come, is'} {status.text}"
     if status.silent:
-        ago = f"{status.age:.1f} s ago it said: {status.text}"
-        return f"  rank {status.rank}: does not answer: {status.silent}; {ago}"
-    return f"  rank {status.rank}: {'waits' if status.waited else 'has not come, is'} {status.text}"
+        words = f"does not answer: {status.silent}; {status.age:.1f} s ago it said: {status.text}"
+    return f"  rank {status.rank}: {words}"

@@ -1,13 +1,12 @@
 """Messages between the nodes of a job: names and small files in one directory, which all nodes see.
 
-The directory is made for the first message: that a node is busy for long, that a rank takes no more
-calls, that a collective is late.  Nothing here may stop or slow the job: what cannot be written is not written, after
-one warning, and a file system may hang.  Nobody else can have made the directory before: its name is random.
+The directory is made for the first message: that a node is busy for long, that a rank takes no more calls, or that a
+collective is late.  Nothing here may stop or slow the job: what cannot be written is not written, after one warning,
+and a file system may hang.  Nobody else can have made the directory before: its name is random.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -25,7 +24,7 @@ VARIABLE = "MPISTRATEGY_RUN_DIR"
 #: The beginning of their names.
 PREFIX = "mpistrategy-run-"
 #: Until when a node is busy, in seconds of time.time(): in the name, behind its number.
-BUSY = re.compile(r"busy-([0-9]{1,9})-([0-9]{1,12})")
+BUSY = re.compile(r"busy-[0-9]{1,9}-([0-9]{1,12})")
 #: The statuses of a node's ranks, written by one rank after a collective was late.
 ERROR = re.compile(r"error-([0-9]{1,9})\.json")
 #: The node that calls the roll makes it empty, as an alarm, and then writes the roll call to it.
@@ -65,8 +64,7 @@ class RunDirectory:
         self._title = title
         self._works = bool(path)
         self._worker = threading.Thread()  # none yet
-        #: The files of this rank that `leave` removes.
-        self._passing: list[str] = []
+        self._shown = ""
 
     def _ask(self, work: Callable[[], T], otherwise: T) -> T:
         """Run `work` on files; return `otherwise` where it fails or hangs, or an earlier call still hangs."""
@@ -117,35 +115,19 @@ class RunDirectory:
         """Return the names of all files; [] where the directory cannot be read."""
         return self._ask(lambda: os.listdir(self.path), [])
 
-    # ------------------------------------------------------------------------------------------- for the time being
+    def busy_until(self) -> float:
+        """Return until when some node is busy, in seconds of time.time(); 0 where none is."""
+        return max((float(match[1]) for match in map(BUSY.fullmatch, self.names()) if match), default=0.0)
 
-    def write_passing(self, name: str, text: str) -> None:
-        """Write a file that `leave` removes."""
-        self._passing.append(name)
-        self.write(name, text)
+    def show(self, name: str, text: str = "") -> None:
+        """Write a file in place of the one that this rank has shown before; the name "" shows none."""
+        before, self._shown = self._shown, name
+        if name:
+            self.write(name, text)
+        if before not in ("", name):
+            self._ask(lambda: self._remove(before), None)
 
-    def say_busy(self, node: int, until: float) -> None:
-        """Say until when a node is busy, in seconds of time.time(); replaces what the node said before."""
-        outdated = [name for name in self._passing if BUSY.fullmatch(name)]
-        self.write_passing(f"busy-{node}-{math.ceil(until)}", "")
-        self._ask(lambda: self._remove(outdated), None)
-
-    def busy_until(self, node: int) -> float:
-        """Return until when another node is busy, in seconds of time.time(); 0 where no node is."""
-        matches = [match for match in map(BUSY.fullmatch, self.names()) if match is not None and int(match[1]) != node]
-        return max((float(match[2]) for match in matches), default=0.0)
-
-    def leave(self) -> None:
-        """Remove this rank's files, and the directory if it is empty then."""
-        if self._passing:
-            if self._worker.is_alive():
-                self._worker.join(FILE_SECONDS)
-            self._ask(lambda: self._remove(list(self._passing)), None)
-
-    def _remove(self, names: list[str]) -> None:
-        for name in names:
-            self._passing.remove(name)
-            with suppress(OSError):
-                os.unlink(os.path.join(self.path, name))
-        with suppress(OSError):  # not before: other nodes may be writing to it
-            os.rmdir(self.path)
+    def _remove(self, name: str) -> None:
+        with suppress(OSError):
+            os.unlink(os.path.join(self.path, name))
+            os.rmdir(self.path)  # refused where another node has a file in it

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.contract.flight_recorder import LENGTH
+from mpistrategy.mpi.contract.flight_recorder import LENGTH, FlightRecord
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.text import decoded, encoded
 
@@ -36,10 +35,9 @@ ROW = np.dtype(
         *_OWN_FIELDS.items(),
         ("text", "S900"),
         ("expected", _SECONDS),  # until when this rank is busy, as it said
-        ("left", _NUMBER),  # whether some rank takes no more calls
         ("state", _NUMBER),  # 0, ANSWERED or CALLED: an alarm for the other ranks
-        ("before", _NUMBER, LENGTH),  # see `FlightRecord`, as for `entered` and `after`
-        ("entered", _SECONDS, LENGTH),
+        ("before", _NUMBER, LENGTH),  # see `FlightRecord`, as for `times` and `after`
+        ("times", _SECONDS, LENGTH),
         ("after", _NUMBER, LENGTH),
         ("record", "S45000"),
     ],
@@ -48,7 +46,6 @@ ROW = np.dtype(
 #: What a row takes in the memory of a node.
 BYTES = 52 * 1024
 MARK = b"mpistrategy rank"
-_CUT = b"\n... (cut)\n"
 
 
 @dataclass(frozen=True)
@@ -94,24 +91,19 @@ class StatusBoard:
 
     Args:
         memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.
-
-    Attributes:
-        entries: memory for the `FlightRecord` of this rank, as `FlightRecord.show_in` takes it.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
         self.local_rank: int = memory.local_rank
         self._fence = memory.fence
-        rows = [segment[: ROW.itemsize].view(ROW) for segment in memory.segments]
-        self._rows: list[Any] = [row[0] for row in rows]
+        self._rows: list[Any] = [segment[: ROW.itemsize].view(ROW)[0] for segment in memory.segments]
         self._own_row = self._rows[self.local_rank]
-        before, entered, after = (rows[self.local_rank][name][0] for name in ("before", "entered", "after"))
-        self.entries: tuple[Array, Array, Array] = (before, entered, after)
 
-    def introduce(self, strategy: int, ranks: int) -> None:
-        """Say which strategy this is, and how many ranks it has."""
-        self._own_row["strategy"], self._own_row["size"] = strategy, ranks
-        self._own_row["ranks"], self._own_row["mark"] = len(self._rows), MARK
+    def introduce(self, strategy: int, ranks: int, record: FlightRecord) -> None:
+        """Say which strategy this is, and how many ranks it has; keep its calls here from the first one on."""
+        row = self._own_row
+        row["strategy"], row["size"], row["ranks"], row["mark"] = strategy, ranks, len(self._rows), MARK
+        record.show_in(row["before"], row["times"], row["after"])
 
     def write(self, status: RankStatus) -> None:
         """Replace this rank's status, from its rank to its text."""
@@ -120,10 +112,8 @@ class StatusBoard:
         self._own_row["text"] = encoded(status.text, ROW["text"].itemsize)
 
     def write_record(self, text: str) -> None:
-        """Show the node this rank's record; a long record is cut in the middle."""
-        data, most = encoded(text), ROW["record"].itemsize
-        half = (most - len(_CUT)) // 2
-        self._own_row["record"] = data if len(data) <= most else data[:half] + _CUT + data[-half:]
+        """Show the node this rank's record; the end of a very long record is cut."""
+        self._own_row["record"] = encoded(text, ROW["record"].itemsize)
 
     def put(self, name: str, value: float) -> None:
         """Write a field, from `expected` to `state` in `ROW`, after all earlier writes."""
@@ -148,6 +138,5 @@ def _status_in(row: Any) -> RankStatus:
 def _calls_in(row: Any) -> dict[int, float]:
     """Return when a rank entered its last calls; an entry that is being written is left out."""
     after = row["after"].tolist()  # read in the reverse of the order in which they are written
-    times = row["entered"].tolist()
-    entries = zip(after, times, row["before"].tolist(), strict=True)
+    entries = zip(after, row["times"].tolist(), row["before"].tolist(), strict=True)
     return {number: at for number, at, before in sorted(entries) if number == before > 0}

@@ -11,27 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-import numbers
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import alarm, local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.run_directory import FILE_SECONDS
 from mpistrategy.mpi.watchdog.status_board import RankStatus
+from mpistrategy.objects.settings import checked_number, positive
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
 #: How long a look may take, at files of other nodes; a longer look has stood still.
 _LOOKING_SECONDS = 3 * FILE_SECONDS
-#: After how long a wait for a rank that takes no more calls ends: by an error, or with the job where a rank stays in
-#: it.  Most ranks find out by themselves before: `Guard.look`.
-_RAISES_SECONDS, _ENDS_SECONDS = 3.0, 5.0
 _JOIN_SECONDS = 1.0
 
 
@@ -52,10 +48,8 @@ class Watchdog:
         self.pid: int = os.getpid()
         #: The communicators that are watched.
         self.groups: dict[Guard, Group] = {}
-        #: Until when, for each running `expect`; and until when as the peers know.
-        self._busy: list[float] = []
+        #: Until when this rank is busy, as the peers know; and since when this process runs again.
         self._expected = self._resumed = 0.0
-        self._reminded = self._failed = False
         self._changed = threading.Event()
         self._thread = threading.Thread()  # none yet
 
@@ -78,20 +72,17 @@ class Watchdog:
         if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
         if group is not None:
-            group.directory.leave()
+            group.directory.show("")
 
     @contextlib.contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
         """Tell the peers that this rank is busy for so many seconds; they wait that much longer."""
-        until = time.monotonic() + seconds
-        self._busy.append(until)
-        self._set_expected(max(self._busy))
+        before = self._expected
+        self._set_expected(max(before, time.monotonic() + seconds))
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):  # in a child that was forked inside
-                self._busy.remove(until)
-            self._set_expected(max(self._busy, default=time.monotonic()))
+            self._set_expected(max(before, time.monotonic()))
 
     def moves_on(self) -> None:
         """Tell the peers that this rank makes progress with work whose end is not known."""
@@ -116,61 +107,38 @@ class Watchdog:
             try:
                 self._look(now, list(self.groups.values()))
             except Exception as error:  # an error in here must neither end the job nor hide a hang
-                if not self._failed:
-                    reports.write_at_once(f"{self.title}mpistrategy's watchdog has failed: {error!r}\n")
-                self._failed = True
+                reports.say(self.title, f"mpistrategy's watchdog has failed: {error!r}")
             last = min(time.monotonic(), now + _LOOKING_SECONDS)  # a slow file system does not stop the clock
 
     def _look(self, now: float, groups: list[Group]) -> None:
-        for group in groups:
-            if group.guard.gpu_progress is not None:
-                group.guard.gpu_progress.look(now)
         self._show(groups)
-        ending = [group for group in groups if not group.guard.contains_errors]
         for group in groups:
             group.look_at_nodes(now)
-            group.look_for_failures(now)
-            in_vain, is_contained = group.seconds_in_vain(now), group.guard.contains_errors
-            if group.due is None:
-                if is_contained and (group.is_alarmed() or self._is_late(now, [group])):
-                    error = alarm.call_the_roll([group], self.title).as_error()
-                    group.end_waits(error, time.monotonic())  # the roll call may have taken long
-                    group.guard.stop_waiting(error)
-            elif in_vain > _RAISES_SECONDS and is_contained and not group.guard.is_told_late:
-                group.guard.stop_waiting(group.due)  # first, however late this look comes
-            elif in_vain > _ENDS_SECONDS:
-                alarm.end_in_vain(group, group.due, self.title, self._end)
-        if any(group.is_alarmed() for group in ending) or self._is_late(now, ending):
+            if group.waits_in_vain(now):
+                alarm.end_in_vain(group, self.title, self._end)
+            if group.due is None and group.guard.contains_errors and self._is_alarmed(now, [group]):
+                error = alarm.call_the_roll([group], self.title).as_error()
+                group.end_waits(error, time.monotonic())  # the roll call may have taken long
+                group.guard.stop_waiting(error)
+        ending = [group for group in groups if not group.guard.contains_errors]
+        if self._is_alarmed(now, ending):
             alarm.answer(ending, self.title, self._end)
-        self._remind(now, groups)
 
-    def _is_late(self, now: float, groups: list[Group]) -> bool:
-        if any(group.guard.gpu_progress is not None and group.guard.gpu_progress.failure for group in groups):
+    def _is_alarmed(self, now: float, groups: list[Group]) -> bool:
+        """Return whether this rank or another one has found a collective of these groups late."""
+        if any(group.is_alarmed() for group in groups):
             return True
         limit = min((group.limit_passed(now, self._resumed) for group in groups), default=math.inf)
         return limit < math.inf and not any(group.is_excused(now, limit) for group in groups)
 
     def _show(self, groups: list[Group]) -> None:
         """Write the status of this moment."""
-        now, text = time.monotonic(), local_process.now_doing(group.guard for group in groups)
+        now = time.monotonic()
         waits = [group.wait(now, self._resumed) for group in groups]
         waited, limit = max(waits, key=lambda wait: wait[0] / wait[1], default=(0.0, math.inf))
+        text = local_process.now_doing(group.guard for group in groups)
         for group in groups:
             group.board.write(RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text))
-
-    def _remind(self, now: float, groups: list[Group]) -> None:
-        """Say once that this rank has ended and waits for the others, which may still be at work."""
-        late_groups = [
-            group for group in groups if group.guard.leaving and now - group.guard.since > group.guard.timeout
-        ]
-        if late_groups and not self._reminded:
-            self._reminded = True
-            statuses = max(late_groups, key=lambda group: len(group.ranks)).board.read()
-            lines = [
-                f"  rank {status.rank}: {status.text}" for status in statuses if local_process.ENDED not in status.text
-            ]
-            text = "\n".join(["has ended its program and waits for the other ranks.", *lines])
-            reports.say(self.title, text)
 
 
 #: The watchdog of this process, or of the process that has forked it; or None.
@@ -201,8 +169,7 @@ def expect_long(seconds: Any, where: str) -> contextlib.AbstractContextManager[N
     """Do `Watchdog.expect`, if there is one.
 
     Raises:
-        OptionError: for anything but a number of seconds above 0.
+        OptionTypeError, OptionError: for anything but a number of seconds above 0.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not 0 < float(seconds) < math.inf:
-        raise OptionError.at(where, found=f"seconds={seconds!r}", expected="a number above 0")
-    return contextlib.nullcontext() if running is None else running.expect(float(seconds))
+    checked = checked_number(where, "seconds", seconds, "a number above 0", positive)
+    return contextlib.nullcontext() if running is None else running.expect(checked)

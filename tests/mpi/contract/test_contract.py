@@ -8,48 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from replicas import RANK, SIZE, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-
-WORLD = MPI.COMM_WORLD
-RANK, SIZE = WORLD.rank, WORLD.size
+from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
 
 
-def reduced(strategy: ms.Strategy, op: str, value: Any, **options: Any) -> Any:
-    return strategy.run(lambda: ms.get_replica_context().all_reduce(op, value, **options))
-
-
-def still_works(strategy: ms.Strategy) -> bool:
-    return bool(reduced(strategy, "SUM", 1.0) == SIZE)
-
-
 def variable_of(strategy: ms.Strategy, value: Any, **policy: Any) -> ms.Variable:
     with strategy.scope():
         return ms.Variable(value, **policy)
-
-
-def test_a_second_thread_is_refused_while_one_is_in_a_collective(strategy: ms.MirroredStrategy) -> None:
-    refusals: list[BaseException] = []
-
-    def other() -> None:
-        try:
-            strategy.reduce("SUM", 1.0)
-        except errors.ContextError as error:
-            refusals.append(error)
-
-    def initial_value() -> float:  # called inside the collective call that creates a variable
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        return 1.0
-
-    variable_of(strategy, initial_value)
-    assert "another thread" in str(refusals[0])
-    assert still_works(strategy)
 
 
 def test_threads_with_a_strategy_each_do_not_meet() -> None:
@@ -102,13 +73,6 @@ def test_variables_of_one_name_are_told_apart(strategy: ms.MirroredStrategy) -> 
     assert still_works(strategy)
 
 
-def test_numpy_gives_a_copy_that_keeps_its_value(strategy: ms.MirroredStrategy) -> None:
-    variable = variable_of(strategy, np.zeros(3))
-    best = variable.numpy()
-    variable.assign(np.ones(3))
-    assert not best.any()
-
-
 @several
 def test_an_error_object_raised_twice_is_told_twice(strategy: ms.MirroredStrategy) -> None:
     mine = ValueError("kept")
@@ -130,12 +94,6 @@ def test_the_default_strategy_stays_open() -> None:
     assert ms.get_strategy().reduce("SUM", 1.0) == 1.0
 
 
-def test_one_array_cannot_take_two_results(strategy: ms.MirroredStrategy) -> None:
-    target = np.zeros(2)
-    with pytest.raises(errors.StructureError, match="twice"):
-        reduced(strategy, "SUM", [np.ones(2), np.ones(2)], out=[target, target])
-
-
 @several
 def test_a_close_that_not_all_make_is_no_hang() -> None:
     strategy = ms.MirroredStrategy()
@@ -148,7 +106,31 @@ def test_a_close_that_not_all_make_is_no_hang() -> None:
 
 @pytest.mark.parametrize("name", [["a"], 3])
 def test_names_are_strings(strategy: ms.MirroredStrategy, name: Any) -> None:
-    for call in (lambda: reduced(strategy, "SUM", 1.0, name=name), lambda: variable_of(strategy, 1.0, name=name)):
+    for call in (lambda: strategy.reduce("SUM", 1.0, name=name), lambda: variable_of(strategy, 1.0, name=name)):
         with pytest.raises(errors.OptionTypeError, match="name"):
             call()
     assert still_works(strategy)
+
+
+class MpiBeforeVersion4(MPI.Intracomm):
+    """A communicator without persistent collectives."""
+
+    def Dup(self, info: Any = None) -> MpiBeforeVersion4:  # noqa: N802  # MPI's name
+        return MpiBeforeVersion4(super().Dup())
+
+    def Allreduce_init(self, *arguments: object) -> Any:  # type: ignore[override]  # noqa: N802
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [MPI.Intracomm, MpiBeforeVersion4])
+def test_a_channel_compares_and_exchanges_texts(comm: MPI.Intracomm, kind: type[MPI.Intracomm]) -> None:
+    channel = MpiControlChannel(kind(comm))
+    for number in (5, -3, 2**62 - 1):
+        assert channel.all_equal(number)
+        assert channel.all_equal(number + comm.rank) == (comm.size == 1)
+    channel.start(7)
+    while (answer := channel.finished()) is None:
+        pass
+    assert answer
+    assert channel.allgather_text(f"é{comm.rank}") == [f"é{rank}" for rank in range(comm.size)]
+    channel.close()

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, OnNodes, context, outcomes
+from replicas import RANK, SIZE, OnNodes, context
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi.contract import failures
 
 several = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
@@ -52,26 +51,16 @@ def repeated(strategy: ms.Strategy, times: int, step: Callable[[], object] = sum
 
 
 @contextmanager
-def raised(error: BaseException, event: str, name: str, after: str = "") -> Iterator[None]:
-    """Raise once on the last rank, where the function of this name is entered, or comes to a line after another one.
-
-    As the handler of a signal may.
-    """
-    before, is_due = sys.gettrace(), not after
+def raised(error: BaseException, event: str, name: str) -> Iterator[None]:
+    """Raise once where the function of this name is entered or left, as the handler of a signal may."""
+    before = sys.gettrace()
 
     def trace(frame: FrameType, what: str, _: object) -> Any:
-        nonlocal is_due
-        code = frame.f_code
-        if code.co_name == after and what == "return":
-            is_due = True
-        if is_due and (what, code.co_name) == (event, name) and "/mpistrategy/" in code.co_filename:
+        if (what, frame.f_code.co_name) == (event, name) and "/mpistrategy/" in frame.f_code.co_filename:
             sys.settrace(before)
             raise error
         return trace
 
-    if RANK != LAST:
-        yield
-        return
     sys.settrace(trace)
     try:
         with pytest.raises(type(error)):
@@ -129,16 +118,3 @@ def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy) -> None:
         context().all_reduce("SUM", np.array(["a"]) if RANK == LAST else np.ones(COUNT))
 
     check_all_hear(strategy, step, "call", "wait_patiently")
-
-
-@several
-def test_where_a_call_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows whether it was done: the rank takes no more calls, and its next one is no part of that."""
-    monkeypatch.setattr(failures, "PATIENCE_SECONDS", 0.1)
-    with ms.MirroredStrategy(on_error="raise") as strategy:
-        repeated(strategy, KNOWN)
-        with raised(KeyboardInterrupt("Ctrl-C"), "call", "__exit__"):
-            strategy.run(summed)
-        ends = outcomes(lambda: strategy.run(summed))
-        assert [end.error for end in ends] == [errors.RemoteError] * LAST + [errors.ContextError]
-        assert all("KeyboardInterrupt: as the call was left" in end.text for end in ends)

@@ -111,9 +111,7 @@ if child:
     strategy.barrier()
 """)
     command = ["-m", "mpistrategy", "run", "--unfinished", "unfinished"]
-    plan = {"MPISTRATEGY_INJECT": "rank=0, at=barrier#9, do=raise"}
-    job = launch(2, [*command, "job.py"], cwd=tmp_path, env=plan, timeout=40).check()
+    job = launch(2, [*command, "job.py"], cwd=tmp_path, timeout=40).check()
     assert job.stdout.count("status 0 True") == 4, job
     assert job.stdout.count("status 3 True") == 2, job
-    assert job.stderr.count("planned fault did not happen") == 1, job
     assert not (tmp_path / "unfinished").exists()

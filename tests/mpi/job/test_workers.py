@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +36,7 @@ if __name__ == "__main__":
 def test_a_worker_of_a_rank_says_what_to_change(launch: Launch, tmp_path: Path, method: str) -> None:
     job = launch(2, [launching.program(PROGRAM, tmp_path), method], timeout=60)
     assert job.returncode == 0, job
-    assert "LaunchError: MirroredStrategy: found a process that multiprocessing has started in rank" in job.stderr, job
+    assert "LaunchError: MirroredStrategy: found a process that rank" in job.stderr, job
     assert '`if __name__ == "__main__":`' in job.stderr, job
     assert "Abort(" not in job.stderr, job
 
@@ -59,18 +57,4 @@ print(strategy.reduce("SUM", 1.0), flush=True)
 def test_a_program_that_a_rank_starts_is_no_rank(launch: Launch, tmp_path: Path) -> None:
     job = launch(2, launching.program(OTHER_PROGRAM, tmp_path), timeout=60).check()
     assert sorted(job.stdout.split()) == ["1", "2.0", "2.0", "3.0"], job
-    assert "LaunchError: MirroredStrategy: found a program that rank 1 of 2 has started" in job.stderr, job
-
-
-@pytest.mark.slow
-def test_a_worker_of_a_program_without_a_launcher_has_a_replica_of_its_own(launch: Launch, tmp_path: Path) -> None:
-    program = launching.program(PROGRAM, tmp_path)
-    done = subprocess.run(
-        [sys.executable, program, "spawn"],
-        env=launching.environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "2 4\n"), done.stderr
+    assert "LaunchError: MirroredStrategy: found a process that rank 1 of 2 has started" in job.stderr, job

@@ -63,7 +63,7 @@ def test_what_is_kept_of_a_result_stays_and_then_its_memory_is_used_again(strate
     """Each rank keeps another part at a time, as their programs may."""
     for _ in range(4):
         result = reduced(strategy, 1)
-    for number, part in enumerate([*PARTS.values()] * 2):
+    for number, part in enumerate(PARTS.values()):
         result = reduced(strategy, number)
         where, kept = address(result), part(result) if (number + RANK) % 3 else None
         if kept is not None:

@@ -31,7 +31,6 @@ from mpistrategy.mpi.interface.gpu_transport import (
     DevicePath,
     PathName,
     communication_memory,
-    error_of,
     first_error,
 )
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -163,13 +162,13 @@ class NcclPath(DevicePath):
             return
         if self._progress.is_full:
             self._wait_for_all()
-        call = self._ranks.guard.current
-        limit = None if call is None else call.timeout
-        with self._progress.collective(self._ranks.guard.record.last(), limit) as stream:
+        with self._progress.collective(self._ranks.guard.record.last()) as stream:
             launch(*arguments, stream)
 
-    def _wait_for_all(self, seconds: float = math.inf) -> None:
-        """Wait until the GPU has done all its work; the watchdog looks for a peer that never comes.
+    def _wait_for_all(self, seconds: float = math.inf) -> str:
+        """Wait until the GPU has done all its work; return why NCCL has failed before, else "".
+
+        The watchdog looks for a peer that never comes.
 
         Args:
             seconds: for how long the GPU may be in a collective; earlier work does not count.
@@ -181,13 +180,14 @@ class NcclPath(DevicePath):
         with self._ranks.guard.own_gpu():  # the watchdog sees what the GPU is doing
             for pause in growing_pauses():
                 if self._progress.is_over:
-                    return
+                    break
                 if end == math.inf and self._progress.is_in_one:
                     end = time.monotonic() + seconds
                 if time.monotonic() > end:
                     self._give_up(f"no result within {seconds:g} s")
                 self.check()
                 time.sleep(pause)
+        return self._failure
 
     def trial(self) -> str:
         """Sum known numbers over the ranks; return why the result is not there or wrong, "" if it is right."""
@@ -202,8 +202,7 @@ class NcclPath(DevicePath):
     def free(self) -> None:
         """Free NCCL's communicator, once all GPUs are done with it."""
         with self._cupy.cuda.Device(self._device):
-            trouble = error_of(self._wait_for_all) or self._failure
-            self.leave(first_error(self._ranks, trouble))
+            self.leave(first_error(self._ranks, self._wait_for_all))
 
     def leave(self, trouble: str) -> None:
         """Let go of NCCL where all ranks do; without waiting for anything if some rank has trouble."""
@@ -234,7 +233,7 @@ def join(ranks: Ranks) -> NcclPath | str:
             raise
 
     # All ranks are through before the first of them uses it: what connecting does to a GPU must not meet a collective.
-    trouble = first_error(ranks, error_of(connect)) or first_error(ranks, error_of(lambda: paths[0].trial()))
+    trouble = first_error(ranks, connect) or first_error(ranks, lambda: paths[0].trial())
     if not trouble:
         return paths[0]
     for path in paths:
