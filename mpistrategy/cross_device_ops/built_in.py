@@ -339,6 +339,8 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 class ReductionToOneDevice(PackedCrossDeviceOps):
     """Sums on one rank with MPI Reduce, then sends the result where it is wanted with MPI Bcast.
 
+    Arrays in GPU memory go as with `MpiAllReduce`, unless there is an accumulation_fn.
+
     Args:
         reduce_to_device: the rank that sums, as a device string such as ``"task:1"``; None means the destination
             where that is a single rank, the same for all values of a batch, else rank 0.

@@ -346,8 +346,7 @@ class _Begun:
             chosen_path(ranks).check()
             values = tuple(map(layout_of, self._arrays))
             call.agree("reduce", op=self._op.value, values=values, destination=EVERY_RANK.text, options=self._settings)
-            if path.name not in ON_THE_STREAM:
-                path = device_path(ranks, path.name)
+            path = device_path(ranks, path.name)
             with self._stream.after(self._packed):
                 try:
                     self._route.send(ranks, path, self._memory)

@@ -499,14 +499,10 @@ class FromRoot(Collective):
             gpu.bcast(self._ranks, on_gpu, self._root)
         return results
 
-    def carried_out(self, arrays: Sequence[Any], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
-        """Return the root's arrays; `agree` returns whether some ranks ask for the root's structure first."""
-        memory = self.bring(arrays, targets)
-        while agree():
-            structure_of(self._ranks, self._root, self.structure)
-            self._ranks.guard.agreed = False  # there is one more agreement
-            memory = self.bring(arrays, targets)
-        return self.run(arrays, memory)
+    def answer(self) -> None:
+        """Send the root's structure."""
+        structure_of(self._ranks, self._root, self.structure)
+        self._ranks.guard.agreed = False  # there is one more agreement
 
 
 class Broadcast(EachArray):

@@ -162,10 +162,11 @@ def unpacked(value: Any) -> Any:
     leaves, structure = nest.flatten(value)
     if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
         return value
-    return structure.pack([*map(_own_part, leaves)])
+    return structure.pack([*map(own_part, leaves)])
 
 
-def _own_part(leaf: Any) -> Any:
+def own_part(leaf: Any) -> Any:
+    """Return this rank's component of a container that has one here; anything else as it is."""
     return leaf.values[0] if isinstance(leaf, DistributedValues) and leaf.values else leaf
 
 

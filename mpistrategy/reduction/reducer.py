@@ -15,7 +15,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
-from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, is_arena, local_component
+from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
@@ -30,6 +30,7 @@ from mpistrategy.reduction.inputs import (
     checked_leaves,
     in_kind,
     leaves_like,
+    own_part,
     takes,
     write,
 )
@@ -527,7 +528,7 @@ def outputs_for(
 ) -> list[Any]:
     """Return the caller's results: in the kinds of the components, or written into the targets."""
     if targets is None or memory is None:
-        return [*map(in_kind, results, map(local_component, components))]
+        return [*map(in_kind, results, map(own_part, components))]
     write(results, memory)
     for array, target in zip(memory, targets, strict=True):
         hand_back(array, target)

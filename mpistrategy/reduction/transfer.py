@@ -204,8 +204,14 @@ class Transfer(ABC):
     def carried_out(self, arrays: Sequence[Array], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
         """Take memory, let the ranks agree on the call, and return the results."""
         memory = self.bring(arrays, targets)
-        agree()
+        while agree():
+            self.answer()
+            memory = self.bring(arrays, targets)
         return self.run(arrays, memory)
+
+    def answer(self) -> None:
+        """Answer ranks that ask for the structure of the values, after an agreement that says so."""
+        raise NotImplementedError(type(self).__name__)
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a pack of these arrays travels."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from replicas import RANK, RANKS, SIZE, bits, context, made, outcomes, rows, still_works
 
 import mpistrategy as ms
@@ -219,28 +217,3 @@ def test_a_failed_call_keeps_neither_its_value_nor_its_out(strategy: ms.Strategy
             reduce(size, seen)
         gc.collect()
         assert [each() is None for each in seen] == [True, True]
-
-
-# ------------------------------------------------------------------------------------- threads, signals
-
-
-@several
-@pytest.mark.parametrize("value", [1.0, [1.0, 2.0], np.ones(100_000)])
-def test_a_second_thread_is_refused(strategy: ms.Strategy, value: Any) -> None:
-    """Rank 0's first thread waits in a call for the others, which come once the second one has been refused."""
-    reduced(strategy, value)
-    guard, ends = strategy.extended.communicator.guard, []
-    if RANK == 0:
-        first = threading.Thread(target=lambda: ends.append(reduced(strategy, value)))
-        first.start()
-        while guard.current is None:
-            pass
-        with pytest.raises(errors.ContextError, match=r"another thread is in ReplicaContext\.all_reduce"):
-            reduced(strategy, value)
-        MPI.COMM_WORLD.Barrier()
-        first.join()
-        assert len(ends) == 1
-    else:
-        MPI.COMM_WORLD.Barrier()
-        reduced(strategy, value)
-    assert still_works(strategy)

@@ -264,6 +264,9 @@ def test_a_scalar_stays_a_scalar_and_an_array_an_array(
         assert type(total) is sum_type
         assert type(mean) is mean_type
         assert (total, mean) == (value * SIZE, value)
+    for _ in range(2):
+        [component] = strategy.extended.reduce_to("SUM", value, value).values
+        assert type(component) is sum_type
 
 
 def test_containers_and_variables_are_read(strategy: ms.Strategy) -> None:

@@ -133,6 +133,9 @@ def test_a_wire_that_is_set_rounds() -> None:
             for wire, right in ((None, SIZE * value), ("bfloat16", SIZE), (None, SIZE * value)):
                 apart.extended.options = ms.CommunicationOptions(wire=wire)
                 assert (way() == right).all()
+        for wire, right in ((None, SIZE * value), ("bfloat16", SIZE), (None, SIZE * value)):  # of one call site
+            options = ms.CommunicationOptions(wire=wire)
+            assert (in_step(apart, lambda ctx, o=options: ctx.all_reduce("SUM", value, o)) == right).all()
 
 
 def test_a_timeout_that_is_set_holds(fresh: ms.Strategy) -> None:
