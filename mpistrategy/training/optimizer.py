@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf, is_stateful
-from mpistrategy.objects.nearest import NamesOurs, refuses
-from mpistrategy.objects.other_names import OF_OPTIMIZERS
+from mpistrategy.objects.other_names import OF_OPTIMIZERS, NamesOurs, refuses
 from mpistrategy.objects.settings import Settable, Setting, checked_count, checked_number, one_of, or_none, positive
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
 from mpistrategy.reduction.arena import Arena
@@ -487,10 +486,6 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         self.skipped_steps = saved["skipped_steps"]
         if self.schedule is None:
             self.learning_rate = saved["learning_rate"]
-
-    def __copy__(self) -> NoReturn:
-        """Raise CopyError: two optimizers share no slots."""
-        self.__reduce_ex__(2)
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:
