@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +31,10 @@ class Variables(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def foreign() -> ms.Variable:
+def foreign() -> Iterator[ms.Variable]:
     """A variable of another strategy."""
-    return model(ms.MirroredStrategy(), SHAPES)[0]
+    with closing(ms.MirroredStrategy()) as other:
+        yield model(other, SHAPES)[0]
 
 
 def sparse(values: Any, indices: Any) -> ms.IndexedSlices:

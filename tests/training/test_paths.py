@@ -334,7 +334,7 @@ def test_a_rank_that_is_a_step_ahead_is_found(strategy: ms.Strategy, dtype: str)
     assert state(optimizer, variables) == before
 
 
-@several
+@pytest.mark.skipif(PATH == "plain", reason="each rank updates all of its copies")
 def test_an_overflow_that_raises_in_one_share_raises_everywhere() -> None:
     strategy = ms.MirroredStrategy(on_error="raise")
     (variable,) = model(strategy, [((4096,), "float32")])
