@@ -11,7 +11,7 @@ from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.nearest import NamesOurs, refuses
+from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import weights_of_rows

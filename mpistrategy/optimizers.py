@@ -12,8 +12,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.objects.nearest import refuses
-from mpistrategy.objects.other_names import OF_OPTIMIZERS
+from mpistrategy.objects.other_names import OF_OPTIMIZERS, refuses
 from mpistrategy.objects.settings import Setting, amount, checked_switch, decay, number
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule

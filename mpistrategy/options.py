@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from mpistrategy.errors import OptionError, ReduceOpError
-from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.settings import checked_count, checked_number, checked_type, not_negative
+from mpistrategy.objects.shown import did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ acts as an array.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -309,10 +309,7 @@ class DistributedValues(ArrayLike):
         values: the components that live on this rank: a tuple of one, or an empty tuple where none does.
     """
 
-    def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
-        self.values: tuple[Any, ...] = values if type(values) is tuple and len(values) < 2 else self._checked(values)
-
-    def _checked(self, values: Any) -> tuple[Any, ...]:
+    def __init__(self, values: Sequence[Any]) -> None:
         if not isinstance(values, (tuple, list)) or len(values) > 1:
             raise OptionTypeError.at(
                 type(self).__name__,
@@ -320,7 +317,7 @@ class DistributedValues(ArrayLike):
                 expected="a tuple of one: this rank's own component",
                 fix="The other components live on the other ranks.",
             )
-        return tuple(values)
+        self.values: tuple[Any, ...] = tuple(values)
 
     def _read(self) -> Any:
         return self.values[0]
@@ -358,7 +355,7 @@ class Mirrored(DistributedValues):
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
-        self.values: tuple[Any, ...] = values if type(values) is tuple and len(values) < 2 else self._checked(values)
+        super().__init__(values)
         self._lives_on = lives_on
 
     def _read(self) -> Any:

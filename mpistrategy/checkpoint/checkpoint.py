@@ -18,7 +18,7 @@ from mpistrategy.errors import OptionError, OptionTypeError, StaleStateWarning
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.nearest import NamesOurs
+from mpistrategy.objects.other_names import NamesOurs
 from mpistrategy.objects.settings import Setting, checked_type
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable

@@ -23,7 +23,7 @@ from mpistrategy.errors import (
     CheckpointReadError,
 )
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.objects.nearest import NamesOurs, refuses
+from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_count, checked_type, or_none
 
 _STEP = re.compile(r"step-([0-9]{12,})")

@@ -9,7 +9,7 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.errors import OptionTypeError, ShapeError
-from mpistrategy.objects.nearest import NamesOurs
+from mpistrategy.objects.other_names import NamesOurs
 
 
 class Rows(NamesOurs):

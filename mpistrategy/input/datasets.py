@@ -13,7 +13,7 @@ from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_kind_of, is_foreign
 from mpistrategy.errors import BatchError, OptionError
-from mpistrategy.objects.nearest import NamesOurs, refuses
+from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.objects.settings import checked_count, checked_switch
 
 #: An element: a batch, or this rank's part of one.

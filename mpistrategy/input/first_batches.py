@@ -54,8 +54,7 @@ class FirstBatches:
         guard, ranks = self._communicator.guard, self._communicator
         if self._level == "off" or ranks.size == 1 or guard.closed:  # there is not a rank to compare with
             return next(batches, END)
-        where = "next(distributed dataset)"
-        with Call(guard, where, name=self._number, called=self._name, anywhere=True) as call:
+        with Call(guard, "next(distributed dataset)", name=self._number, called=self._name, anywhere=True) as call:
             with call.own_work():
                 batch = next(batches, END)
                 values, rows = ((), "") if batch is END else _values_and_rows(batch)

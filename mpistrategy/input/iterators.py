@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from mpistrategy.errors import OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
@@ -77,10 +77,6 @@ class DistributedIterator(Kept, NotPickled, Iterator[E]):
     def __repr__(self) -> str:
         at = "" if self._walk is None else f" at element {self._walk.position} of {self._walk.of}"
         return f"<{type(self).__name__}{at}>"
-
-    def __copy__(self) -> NoReturn:
-        """Raise CopyError: two iterators share no elements."""
-        self.__reduce_ex__(2)
 
     @collective("next")
     def __next__(self) -> E:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NoReturn, Self, SupportsIndex
+from typing import ClassVar, NoReturn, SupportsIndex
 
 from mpistrategy.errors import CopyError
 
@@ -10,7 +10,7 @@ from mpistrategy.errors import CopyError
 class NotPickled:
     """Base of objects that are useless in another process, such as a child that multiprocessing has spawned.
 
-    `copy.deepcopy` raises, too, unless the class defines `__deepcopy__`; `copy.copy` returns a shallow copy.
+    `copy.copy` raises, too, and `copy.deepcopy`, unless the class defines `__deepcopy__`.
     """
 
     #: What to do instead.
@@ -25,7 +25,5 @@ class NotPickled:
             fix=self._instead_of_pickling,
         )
 
-    def __copy__(self) -> Self:
-        result = type(self).__new__(type(self))
-        result.__dict__.update(self.__dict__ | result.__dict__)  # attributes set by __new__ are the copy's own
-        return result
+    def __copy__(self) -> NoReturn:
+        self.__reduce_ex__(2)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.nearest import did_you_mean
-from mpistrategy.objects.shown import in_words
+from mpistrategy.objects.shown import did_you_mean, in_words
 
 T = TypeVar("T")
 #: Returns the value of a setting to keep, given the class, the setting's name and the new value.

@@ -1,4 +1,4 @@
-"""Public objects, ranks, sizes and times in words."""
+"""Public objects, ranks, sizes, times and names that are nearly right, in words."""
 
 from __future__ import annotations
 
@@ -20,6 +20,23 @@ def in_words(instance: object) -> str:
         if (value.name if is_member else value) != parameter.default:
             words.append(f"{name}={value.name if is_member else repr(value)}")
     return f"{kind.__name__}({', '.join(words)})"
+
+
+def did_you_mean(word: object, names: Iterable[str], least: float = 0.6) -> str:
+    """Return ``Did you mean 'MEAN'?`` for a name that is nearly one of `names`, in any letter case; else "".
+
+    Args:
+        word: the name that somebody wrote.
+        names: the names that exist.
+        least: how alike they must be, from 0 to 1: twice the letters in common over all letters.
+    """
+    if not isinstance(word, str):
+        return ""
+    import difflib  # here, for the quick import
+
+    names_by_lower_case = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(word.lower(), names_by_lower_case, 1, least)
+    return f"Did you mean {names_by_lower_case[near[0]]!r}?" if near else ""
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.context import Mode, check_strategy, current_frame, current_strategy, set_strategy, warn_if_alone
-from mpistrategy.strategy import replica_context
+from mpistrategy.strategy.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
     from mpistrategy.strategy.strategy import Strategy
-
-    class ReplicaContext(replica_context.ReplicaContext):
-        """The same class, which cannot name Strategy where it is written."""
-
-        @property
-        def strategy(self) -> Strategy:
-            """The strategy whose step function this is."""
-
-else:
-    ReplicaContext = replica_context.ReplicaContext
 
 
 def get_strategy() -> Strategy:

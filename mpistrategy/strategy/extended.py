@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
@@ -85,7 +84,8 @@ class StrategyExtended(NotPickled, Settable):
 
     def _copy_for(self, container_strategy: Any) -> Self:
         """Return a copy for another strategy: the ranks and the algorithm are shared, the variables are not."""
-        result, reducer = copy.copy(self), self._reducer.copy()
+        result, reducer = object.__new__(type(self)), self._reducer.copy()
+        vars(result).update(vars(self))
         result._belong_to(container_strategy, reducer, self._registry.copy_for(reducer))
         return result
 

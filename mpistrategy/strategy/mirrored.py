@@ -17,7 +17,7 @@ from mpistrategy.mpi.gpu.device_selection import activate, choose_device, reques
 from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import start
 from mpistrategy.mpi.over_threads import Threads
-from mpistrategy.objects.nearest import refuses
+from mpistrategy.objects.other_names import refuses
 from mpistrategy.objects.settings import checked_type, one_of
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 #: Modules that are imported at their use, in calls, in errors and in alarms.
-_USED_LATER = (
-    "mpistrategy.objects.other_names",
-    *("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "termios"),
-)
+_USED_LATER = ("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "termios")
 
 
 class MirroredStrategy(Strategy):

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import (
     Any,
     Literal,
-    NoReturn,
     Self,
     TypeAlias,
     TypeVar,
@@ -46,7 +45,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
-from mpistrategy.objects.nearest import NamesOurs
+from mpistrategy.objects.other_names import NamesOurs
 from mpistrategy.objects.settings import Fixed, checked_type, one_of
 from mpistrategy.options import (
     CommunicationOptions,
@@ -305,7 +304,7 @@ class Strategy(NotPickled, NamesOurs):
             seconds: how long the work may take.
 
         Raises:
-            OptionError: for anything but a number of seconds above 0.
+            OptionError, OptionTypeError: for anything but a number of seconds above 0.
 
         >>> import mpistrategy as ms
         >>> strategy = ms.OneDeviceStrategy("CPU:0")
@@ -669,14 +668,6 @@ class Strategy(NotPickled, NamesOurs):
         TensorFlow fits the configuration of its sessions to the strategy here; there is no session to configure.
         """
         return copy.copy(config_proto)
-
-    def __copy__(self) -> NoReturn:
-        raise CopyError.at(
-            "copy.copy(strategy)",
-            found="a shallow copy",
-            expected="one strategy for each set of variables",
-            fix="Use the strategy itself, or copy.deepcopy(strategy).",
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a strategy of its own with the same ranks: the copy shares the communicator, and its close().

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.shown import did_you_mean
 from mpistrategy.telemetry.own_rank import own_place
 
 #: For ``logger.info("...", extra=ALL_RANKS)``: every rank logs this record.

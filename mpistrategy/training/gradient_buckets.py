@@ -106,7 +106,12 @@ class GradientBuckets:
         """
         where = "GradientBuckets.ready"
         refuse_in_jax_trace(where)
-        number = self._number(which, where)
+        is_variable = isinstance(which, Variable)
+        number = self._index.get(id(which), -1) if is_variable else whole_number(where, "which", which)
+        if not 0 <= number < len(self.variables):
+            raise OptionError.at(
+                where, found=f"{which!r}", expected=f"one of the {len(self.variables)} variables of these buckets"
+            )
         context: ReplicaContext | None = get_replica_context()
         if context is None or context.strategy is not self._strategy:
             raise ContextError.at(
@@ -165,15 +170,6 @@ class GradientBuckets:
         memory = self._buckets[number].memory
         name = f"gradient bucket {number} of {len(self._buckets)}"
         self._handles.append(context.all_reduce_async(self.op, memory, name=name, out=memory))
-
-    def _number(self, which: Any, where: str) -> int:
-        is_variable = isinstance(which, Variable)
-        number = self._index.get(id(which), -1) if is_variable else whole_number(where, "which", which)
-        if not 0 <= number < len(self.variables):
-            raise OptionError.at(
-                where, found=f"{which!r}", expected=f"one of the {len(self.variables)} variables of these buckets"
-            )
-        return number
 
 
 def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:

@@ -5,7 +5,7 @@ So a step needs no temporary arrays of the variable's size, and its bits equal t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,9 @@ def chunk_size(dtype: np.dtype[Any]) -> int:
     return CHUNK_BYTES // dtype.itemsize
 
 
-def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Yield the pieces of at most `size` elements from `start` to `stop`."""
-    for first in range(start, stop, size):
-        yield slice(first, min(first + size, stop))
+def chunks(start: int, stop: int, size: int) -> list[slice]:
+    """Return the pieces of at most `size` elements from `start` to `stop`."""
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 class FlatUpdate:

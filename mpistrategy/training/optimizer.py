@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf, is_stateful
-from mpistrategy.objects.nearest import NamesOurs, refuses
-from mpistrategy.objects.other_names import OF_OPTIMIZERS
+from mpistrategy.objects.other_names import OF_OPTIMIZERS, NamesOurs, refuses
 from mpistrategy.objects.settings import Settable, Setting, checked_count, checked_number, one_of, or_none, positive
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
 from mpistrategy.reduction.arena import Arena
@@ -271,7 +270,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         with Call(strategy.extended.communicator.guard, where, name) as call:
             gradients, plan = find_plan(self._plans, grads_and_vars, strategy, where)
             arrays = plan.ordinary(gradients, where)
-            call.step = self._steps_made()
+            call.step = 0 if self.iterations is None else int(self.iterations._storage)
+            if self.schedule is not None:
+                setting.follow(self, self.schedule, call.step)
             call.structure = f"{self._settings()} for {plan.text}"
             totals = None
             if isinstance(grads_and_vars, GradientBuckets):
@@ -287,22 +288,14 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         if trouble and self.nonfinite == "warn" and strategy.replica_id_in_sync_group == 0:
             warn(f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {number})", NonFiniteWarning)
 
-    def _steps_made(self) -> int:
-        """Return the number of steps made, which a schedule follows."""
-        steps = 0
-        if self.iterations is not None:
-            steps = int(self.iterations._storage)
-        if self.schedule is not None:
-            setting.follow(self, self.schedule, steps)
-        return steps
-
     def _settings(self) -> str:
         """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""
         settings = (*map(vars(self).get, self._declared), self.nonfinite, self.aggregation)
         old_settings, words = self._latest_words
         if not (old_settings and all(map(is_, old_settings, settings))):
-            pairs = zip(self._declared, settings, strict=False)
-            numbers = {name: number for name, number in pairs if isinstance(number, (int, float))}
+            numbers = {
+                n: value for n, value in zip(self._declared, settings, strict=False) if isinstance(value, (int, float))
+            }
             self._latest_words = settings, (words := f"{numbers}, nonfinite={self.nonfinite}, {self.aggregation.name}")
         return words
 
@@ -355,8 +348,8 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         if (*key, len(self._arenas)) == plan.key:
             return
         plan.sliced, slots = None, [*map(self.slots_of, plan.variables)]
-        may_slice = kernel is not None and not screens and in_rank_order
-        if may_slice and can_be_sliced(plan.strategy, plan.variables, slots):
+        is_usual = kernel is not None and not screens and in_rank_order
+        if is_usual and can_be_sliced(plan.strategy, plan.variables, slots):
             call.agree("prepare an update")
             with cross_replica(plan.strategy):
                 gradients = arena_for_step(self._arenas, plan.strategy, plan.variables)
@@ -493,10 +486,6 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         self.skipped_steps = saved["skipped_steps"]
         if self.schedule is None:
             self.learning_rate = saved["learning_rate"]
-
-    def __copy__(self) -> NoReturn:
-        """Raise CopyError: two optimizers share no slots."""
-        self.__reduce_ex__(2)
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:

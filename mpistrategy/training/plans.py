@@ -40,8 +40,9 @@ class StepPlan:
     """The plan of a step: its variables that have gradients, which have been checked.
 
     Args:
-        pairs: all variables of the step, each with whether it has a gradient.
-        strategy: the strategy that keeps them.
+        pairs: the gradients and variables of the step; gradients that are None are left out.
+        strategy: the strategy that keeps the variables.
+        where: the public call.
 
     Attributes:
         variables: the variables with gradients, in the order of the pairs.
@@ -63,9 +64,18 @@ class StepPlan:
 
     changed: ChangedMemory
 
-    def __init__(self, pairs: Sequence[tuple[Variable, bool]], strategy: Strategy) -> None:
+    def __init__(self, pairs: Sequence[Any], strategy: Strategy, where: str) -> None:
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise OptionTypeError.at(where, found=f"the element {pair!r}", expected=_PAIRS)
+            var = pair[1]
+            check_variable(var, strategy, where)
+            if var.dtype.kind in "biu":
+                raise OptionError.at(where, found=repr(var), expected="a Variable of a floating or complex dtype")
         # Numbered: two variables may have one shape, and their gradients must not be added to each other.
-        numbered = [(number, var) for number, (var, has_gradient) in enumerate(pairs) if has_gradient]
+        numbered = [(number, var) for number, (gradient, var) in enumerate(pairs) if gradient is not None]
+        if not numbered:
+            raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
         self.variables: tuple[Variable, ...] = tuple(var for _, var in numbered)
         self.strategy = strategy
         self.layouts: tuple[Any, ...] = tuple((var.dtype, var.shape) for var in self.variables)
@@ -83,7 +93,7 @@ class StepPlan:
         self.updates: list[tuple[list[int], FlatUpdate | FusedUpdate]] = []
         self.singles: list[int] = []
         self.sparse: Set[int] = frozenset()
-        self._pairs = pairs  # keeps the variables alive, whose ids find the plan
+        self._all = [var for _, var in pairs]  # keeps the variables alive, whose ids find the plan
         self.text: str = _shortened([f"{number}: {var._key}" for number, var in numbered])
 
     def use(self, slots: Sequence[Mapping[str, Variable]], scratch: Scratch, sparse: Set[int] = frozenset()) -> None:
@@ -152,24 +162,11 @@ def find_plan(
         key = ()  # what are no pairs has no plan
     plan = plans.get(key)
     if plan is None or plan.strategy is not strategy:
-        plan = _new_plan(pairs, strategy, where)
+        plan = StepPlan(pairs, strategy, where)
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
         plans[key] = plan
     return gradients, plan
-
-
-def _new_plan(pairs: list[Any], strategy: Strategy, where: str) -> StepPlan:
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise OptionTypeError.at(where, found=f"the element {pair!r}", expected=_PAIRS)
-        var = pair[1]
-        check_variable(var, strategy, where)
-        if var.dtype.kind in "biu":
-            raise OptionError.at(where, found=repr(var), expected="a Variable of a floating or complex dtype")
-    if all(gradient is None for gradient, _ in pairs):
-        raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
-    return StepPlan([(var, gradient is not None) for gradient, var in pairs], strategy)
 
 
 def _shortened(names: list[str]) -> str:

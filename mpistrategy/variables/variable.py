@@ -56,14 +56,9 @@ from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.variables.storage import VariableSlot, VariableStorage
 
-
-def _set(storage: Array, value: Array) -> None:
-    storage[...] = value
-
-
 #: The methods with whole values: functions of the storage and an array of its shape.
 DENSE: dict[str, Callable[[Array, Array], Any]] = {
-    "assign": _set,
+    "assign": lambda storage, value: storage.__setitem__(..., value),
     "assign_add": lambda storage, value: np.add(storage, value, out=storage),
     "assign_sub": lambda storage, value: np.subtract(storage, value, out=storage),
 }

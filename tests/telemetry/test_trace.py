@@ -63,7 +63,8 @@ def train(strategy: ms.Strategy, folder: Path) -> None:
         strategy.reduce("SUM", "no number")
     strategy.barrier("all here")
     strategy.gather(np.ones(2), axis=0)
-    ms.Checkpoint(weights=weights).save(folder / "saved", wait=False).wait()
+    with strategy.scope():
+        ms.Checkpoint(weights=weights).save(folder / "saved", wait=False).wait()
 
 
 def test_all_ranks_are_on_one_clock_and_viewers_can_read_it(strategy: ms.Strategy, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +24,7 @@ from mpistrategy.training import kernels
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
-PATH = "sliced" if SIZE > 1 else "plain"
+PATH = "sliced" if SIZE > 1 and "MPIR_CVAR_NUM_CLIQUES" not in os.environ else "plain"  # on one node
 
 
 @pytest.fixture

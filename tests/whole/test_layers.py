@@ -56,8 +56,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.launcher",
     "mpistrategy.mpi.gpu.loaded_mpi",
-    "mpistrategy.cli.bench.raw",
-    "mpistrategy.cli.doctor.ranks",
+    "mpistrategy.cli.ranks",
 )
 LOWER_CASE_COMMUNICATION = {
     "send", "recv", "isend", "irecv", "bsend", "ssend", "sendrecv", "bcast", "gather", "allgather", "scatter",

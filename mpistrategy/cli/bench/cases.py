@@ -17,7 +17,7 @@ from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.bench.raw import RawRanks
+    from mpistrategy.cli.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ class Case:
     within: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
-def cases(
-    ranks: RawRanks, strategy: Strategy, sizes: Sequence[int], lists: Sequence[str], on_gpu: bool
-) -> Iterator[Case]:
+def cases(ranks: Ranks, strategy: Strategy, sizes: Sequence[int], lists: Sequence[str], on_gpu: bool) -> Iterator[Case]:
     """Yield a case for every size in bytes, of one float32 array, and for every list in `LISTS`.
 
     Args:
@@ -108,18 +106,25 @@ def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: 
         yield Variant(name, partial(all_reduce, "SUM", arena), operand_list, close=arena.close)
 
 
-def _by_mpi(ranks: RawRanks, operands: Sequence[Any], on_gpu: bool) -> Variant:
+def _by_mpi(ranks: Ranks, operands: Sequence[Any], on_gpu: bool) -> Variant:
     totals = [np.zeros(array.shape, np.float32) for array in operands]
     if not on_gpu and len(operands) == 1:
-        return Variant("mpi4py", partial(ranks.allreduce, *operands, *totals), operands, totals)
+        return Variant("mpi4py", partial(ranks.comm.Allreduce, *operands, *totals), operands, totals)
     if not on_gpu:
-        return Variant("mpi4py loop", partial(ranks.sum_each, operands, totals), operands, totals)
+        return Variant("mpi4py loop", partial(_sum_each, ranks, operands, totals), operands, totals)
     hosts = [np.zeros_like(total) for total in totals]
 
     def call() -> None:
         for array, host, total in zip(operands, hosts, totals, strict=True):
             array.get(out=host)
-            ranks.allreduce(host, total)
+            ranks.comm.Allreduce(host, total)
             array.set(total)
 
     return Variant("mpi4py, through the host", call, operands)
+
+
+def _sum_each(ranks: Ranks, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+    """The usual loop over a list of gradients."""
+    allreduce = ranks.comm.Allreduce
+    for source, target in zip(sources, targets, strict=True):
+        allreduce(source, target)

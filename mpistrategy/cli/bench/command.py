@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,16 @@ from mpistrategy.cli.bench.shapes import LISTS
 from mpistrategy.cli.bench.timing import measure, tell
 from mpistrategy.errors import DeviceError, UnsupportedError
 from mpistrategy.mpi.job.launcher import claim_in
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, default_for, file_for, save, trying
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, file_for, save, trying
 from mpistrategy.strategy.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.bench.raw import RawRanks
+    from mpistrategy.cli.ranks import Ranks
     from mpistrategy.strategy.strategy import Strategy
 
 _COULD_NOT = 2
 SIZES = tuple(4**power for power in range(1, 15))  # 4 B ... 256 MiB
 QUICK_SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
-QUICK_LISTS = ("resnet50", "tiny1000")
 #: For each case, about.
 QUICK_SECONDS, FULL_SECONDS = 1.0, 8.0
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
@@ -61,18 +60,17 @@ def run(options: argparse.Namespace) -> int:
         return _fail(f"mpistrategy bench: found --devices {options.devices} with --save; expected one of the two")
     # Saved thresholds must not influence their own measurement.
     with trying(DEFAULT) if options.save else nullcontext():
-        started = _start(options.devices)
-    if started is None:
+        strategy = _started(options.devices)
+    if strategy is None:
         return _COULD_NOT
-    ranks, strategy = started
-    status = _save(options, ranks) if options.save else _measure(options, ranks, strategy)
-    ranks.close()
-    strategy.close()
-    return status
+    from mpistrategy.cli.ranks import Ranks
+
+    with closing(strategy):
+        return _save(options, Ranks()) if options.save else _measure(options, Ranks(), strategy)
 
 
-def _start(devices: str) -> tuple[RawRanks, Strategy] | None:
-    """Start MPI; return the ranks and their strategy; None, after a message, where that cannot be done."""
+def _started(devices: str) -> Strategy | None:
+    """Start MPI; return the strategy; None, after a message, where that cannot be done."""
     try:
         strategy = MirroredStrategy(devices)
     except (DeviceError, UnsupportedError) as error:  # on all ranks
@@ -84,15 +82,13 @@ def _start(devices: str) -> tuple[RawRanks, Strategy] | None:
         words = "found one rank; expected several to measure between. Start it with your launcher: mpiexec -n 2"
         _fail(f"mpistrategy bench: {words} mpistrategy bench")
         return None
-    from mpistrategy.cli.bench.raw import RawRanks
-
-    return RawRanks(), strategy
+    return strategy
 
 
-def _measure(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy) -> int:
+def _measure(options: argparse.Namespace, ranks: Ranks, strategy: Strategy) -> int:
     sizes, lists = options.sizes or (), options.lists or ()
     if not (sizes or lists):
-        sizes, lists = (QUICK_SIZES, QUICK_LISTS) if options.quick else (SIZES, tuple(LISTS))
+        sizes, lists = QUICK_SIZES if options.quick else SIZES, tuple(LISTS)
     seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
     tell(ranks, f"{len(sizes) + len(lists)} cases, each measured for up to about {seconds:g} s, and checked")
     about, figures = environment(ranks), list[dict[str, Any]]()
@@ -107,19 +103,19 @@ def _measure(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy) -
     return _end(options, ranks, {"environment": about, "method": METHOD, "cases": figures})
 
 
-def _save(options: argparse.Namespace, ranks: RawRanks) -> int:
+def _save(options: argparse.Namespace, ranks: Ranks) -> int:
     """Measure the thresholds and save them."""
     from mpistrategy.cli.bench import thresholds
 
     about, trouble = environment(ranks), 0.0
-    search = thresholds.Search(ranks, default_for(ranks.library), options.quick)
+    search = thresholds.Search(ranks, about, options.quick)
     result = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
     try:
-        file = file_for(ranks.library, ranks.ranks_on_node, ranks.nodes)
+        file = file_for(about["mpi"], about["ranks_on_node"], about["nodes"])
         if ranks.rank == 0:
             own_files.make_folders(str(file.parent))
             save(result, file)
-        note = f"Every new strategy of {ranks.ranks_on_node} ranks on each of {ranks.nodes} node(s) uses it."
+        note = f"Every new strategy of {about['ranks_on_node']} ranks on each of {about['nodes']} node(s) uses it."
         tell(ranks, f"saved {file}. {note}")
     except OSError as error:
         trouble = 1.0
@@ -129,7 +125,7 @@ def _save(options: argparse.Namespace, ranks: RawRanks) -> int:
     return _end(options, ranks, {"environment": about, "cases": search.cases, "thresholds": asdict(result)})
 
 
-def _end(options: argparse.Namespace, ranks: RawRanks, report: dict[str, Any]) -> int:
+def _end(options: argparse.Namespace, ranks: Ranks, report: dict[str, Any]) -> int:
     """Write all figures to a file, if one is named; return the exit status."""
     if options.json and ranks.rank == 0:
         write_json(options.json, report)

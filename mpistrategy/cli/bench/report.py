@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.mpi.shared_memory.spin_wait import cores
+from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import time_in_words
 from mpistrategy.objects.text import encoded
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.bench.raw import RawRanks
+    from mpistrategy.cli.ranks import Ranks
 
 METHOD = (
     "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "
@@ -26,15 +28,16 @@ METHOD = (
 )
 
 
-def environment(ranks: RawRanks) -> dict[str, Any]:
-    """Return what readers need to judge the figures of a run."""
+def environment(ranks: Ranks) -> dict[str, Any]:
+    """Return what readers need to judge the figures of a run.  Collective."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    nodes = Counter(ranks.places()[0])
     return {
-        "mpi": ranks.library,
+        "mpi": library_name(ranks.version),
         "ranks": ranks.size,
-        "ranks_on_node": ranks.ranks_on_node,
-        "nodes": ranks.nodes,
+        "ranks_on_node": max(nodes.values()),
+        "nodes": len(nodes),
         "cores": len(cores()),
         "cpu": next(names, platform.machine()),
         "python": platform.python_version(),

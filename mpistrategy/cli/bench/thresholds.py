@@ -16,14 +16,14 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases import Case, Variant
 from mpistrategy.cli.bench.timing import measure, tell
-from mpistrategy.mpi.tuning.thresholds import Thresholds, trying
+from mpistrategy.mpi.tuning.thresholds import Thresholds, default_for, trying
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.bench.raw import RawRanks
+    from mpistrategy.cli.ranks import Ranks
 
 #: A value replaces the default only if its time is below this fraction of the default's.
 CLEARLY = 0.95
@@ -47,21 +47,21 @@ class Search:
 
     Args:
         ranks: who measures.
-        default: kept where no other value is clearly faster.
+        about: the result of `report.environment`.  The library's defaults stay where no other value is clearly faster.
         quick: whether to measure each comparison once and for a moment.
     """
 
-    def __init__(self, ranks: RawRanks, default: Thresholds, quick: bool) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, about: Mapping[str, Any], quick: bool) -> None:
+        self._ranks, self._about = ranks, about
         self._seconds, self._trials = (0.05, 1) if quick else (0.3, 3)
-        self.thresholds: Thresholds = default
+        self.thresholds: Thresholds = default_for(about["mpi"])
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Thresholds:
         """Measure all thresholds; return them.  Collective."""
-        if self._ranks.ranks_on_node > 1 and self._ranks.nodes > 1:  # thresholds for one node alone are not used then
+        if self._about["ranks_on_node"] > 1 < self._about["nodes"]:  # thresholds for one node alone are not used then
             self._settle("lanes_bytes", (64, *_SIZES["lanes_bytes"], NEVER))
-        elif self._ranks.ranks_on_node > 1:
+        elif self._about["ranks_on_node"] > 1:
             self._settle("chunk_bytes", _SIZES["chunk_bytes"], _LARGE, cell_bytes=64, window_bytes=64)
             self._settle("window_bytes", (64, *_SIZES["window_bytes"], NEVER), cell_bytes=64)
             self._settle("cell_bytes", (64, *_SIZES["cell_bytes"]))

@@ -18,14 +18,14 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases import Case, Variant
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.bench.raw import RawRanks
+    from mpistrategy.cli.ranks import Ranks
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 101
 #: Calls from this many seconds on are timed one by one; the seconds of a batch of shorter calls.
 ONE_BY_ONE, BATCH_SECONDS = 40e-6, 0.5e-3
 
 
-def measure(case: Case, ranks: RawRanks, seconds: float) -> dict[str, Any]:
+def measure(case: Case, ranks: Ranks, seconds: float) -> dict[str, Any]:
     """Check that all variants are right, time them, check again.  Collective.
 
     Args:
@@ -48,16 +48,16 @@ def measure(case: Case, ranks: RawRanks, seconds: float) -> dict[str, Any]:
     return {**case_of, "rounds": times.shape[1], "variants": rows}
 
 
-def tell(ranks: RawRanks, line: str) -> None:
+def tell(ranks: Ranks, line: str) -> None:
     """Say something about the run that is not one of its figures."""
     if ranks.rank == 0:
         print(line, file=sys.stderr, flush=True)
 
 
-def is_right(variant: Variant, ranks: RawRanks) -> bool:
+def is_right(variant: Variant, ranks: Ranks) -> bool:
     """Return whether the sum of known numbers is right on every rank.  Collective."""
     variant.write(ranks.rank + 1)
-    ranks.barrier()
+    ranks.comm.Barrier()
     expected = ranks.size * (ranks.size + 1) // 2
     right = all(bool((leaf == expected).all()) for leaf in variant.leaves(variant.call()))
     return not ranks.greatest(np.array([float(not right)]))[0]
@@ -84,7 +84,7 @@ def summary(own: Array, reference: Array) -> dict[str, Any]:
     return {name: round(float(figure), 4) for name, figure in figures.items()}
 
 
-def _time(case: Case, ranks: RawRanks, seconds: float) -> Array:
+def _time(case: Case, ranks: Ranks, seconds: float) -> Array:
     """Return the seconds of one call, by variant and round."""
     once = [min(_round(case, variant, ranks, 1, number) for number in range(3)) for variant in case.variants]
     once = ranks.greatest(np.array(once)).tolist()  # the same everywhere: the ranks decide alike
@@ -104,7 +104,7 @@ def _time(case: Case, ranks: RawRanks, seconds: float) -> Array:
     return np.maximum(ranks.greatest(times), 1e-9)
 
 
-def _round(case: Case, variant: Variant, ranks: RawRanks, calls: int, first: int) -> float:
+def _round(case: Case, variant: Variant, ranks: Ranks, calls: int, first: int) -> float:
     """Return the seconds of one of so many calls on this rank; operands are `first`, then more.  Collective."""
     if calls > 1:
         variant.call()  # wakes threads that slept while other variants ran
@@ -113,7 +113,7 @@ def _round(case: Case, variant: Variant, ranks: RawRanks, calls: int, first: int
         variant.write(first + number)
         case.finish()
         if number == 0:
-            ranks.barrier()
+            ranks.comm.Barrier()
         start = time.perf_counter()
         result = variant.call()
         case.finish()

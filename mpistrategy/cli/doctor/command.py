@@ -21,7 +21,7 @@ from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
 from mpistrategy.mpi.job.launcher import start
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.doctor.ranks import Ranks
+    from mpistrategy.cli.ranks import Ranks
 
 _SECONDS = 60.0
 #: The other ranks wait longer than rank 0, which says who is missing.
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             return 0  # all processes find the same; the status of the first is the job's
         own_facts["refusal"] = (problem.found, problem.fix)
         return _print(options, Job([own_facts]), [problem])
-    from mpistrategy.cli.doctor.ranks import Ranks
+    from mpistrategy.cli.ranks import Ranks
 
     # A rank that waits for others in vain shows where, and ends.
     faulthandler.dump_traceback_later(max(end - time.monotonic(), 0) + _LONGER_SECONDS, exit=True, file=2)

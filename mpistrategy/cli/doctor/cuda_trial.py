@@ -25,7 +25,7 @@ from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.options import is_on
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.doctor.ranks import Ranks
+    from mpistrategy.cli.ranks import Ranks
 
 #: MPI libraries send small and large messages by different protocols.
 _COUNTS = (2, 2**10, 2**18, 2**21)

@@ -23,7 +23,7 @@ from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import size_in_words
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.doctor.ranks import Ranks
+    from mpistrategy.cli.ranks import Ranks
 
 #: Every key, with the value for "unknown": a rank may run another version of this package, which has fewer keys.
 UNKNOWN: Facts = {

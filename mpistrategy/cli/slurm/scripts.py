@@ -16,7 +16,7 @@ from mpistrategy.cli.slurm.keys import KEYS, Key
 from mpistrategy.cli.slurm.sites import Site
 from mpistrategy.cli.slurm.values import in_seconds
 from mpistrategy.errors import OptionError
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.shown import did_you_mean
 
 _HERE = Path(__file__).resolve().parent
 #: The scripts; in a checkout they lie beside the package.

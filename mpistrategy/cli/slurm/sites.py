@@ -13,7 +13,7 @@ from mpistrategy import own_files
 from mpistrategy.cli.slurm import values
 from mpistrategy.cli.slurm.keys import KEYS
 from mpistrategy.errors import OptionError
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.shown import did_you_mean
 
 FOLDER = Path(__file__).parent / "sites"
 #: Far larger than any profile; tomllib takes quadratic time for keys of many parts.

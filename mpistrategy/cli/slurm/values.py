@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from mpistrategy.errors import OptionError
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.shown import did_you_mean
 
 #: Takes the given value and the name of the key.
 Parse = Callable[[object, str], str]

@@ -25,8 +25,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.spin_wait import cores
-from mpistrategy.objects.nearest import did_you_mean
-from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.objects.shown import did_you_mean, ranks_in_words
 
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x"
 _NO_DEVICE = 100  # cudaErrorNoDevice

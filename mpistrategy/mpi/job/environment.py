@@ -6,7 +6,7 @@ import os
 
 from mpistrategy.errors import OptionWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.shown import did_you_mean
 
 _PREFIX = "MPISTRATEGY_"
 #: The names without the prefix.  `mpistrategy guide environment` says what each variable sets.

@@ -112,6 +112,12 @@ def test_names_are_strings(strategy: ms.MirroredStrategy, name: Any) -> None:
     assert still_works(strategy)
 
 
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), "soon", True])
+def test_the_seconds_of_long_work_are_above_0(strategy: ms.MirroredStrategy, seconds: Any) -> None:
+    with pytest.raises((errors.OptionError, errors.OptionTypeError), match="expected a number above 0"):
+        strategy.expect_long(seconds)
+
+
 class MpiBeforeVersion4(MPI.Intracomm):
     """A communicator without persistent collectives."""
 

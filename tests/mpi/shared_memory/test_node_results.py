@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,12 @@ def test_where_there_is_no_room_nothing_is_said(
     room = Room(2**20 if short == "no memory" else 2 * SIZE * 8 * COUNT - 1, 2**30, "this test")
     if RANK == 0:
         monkeypatch.setattr(memory_limits, "memory", lambda: (asked.append(None), room)[1])
+    gc.collect()  # strategies of other tests
+    files = Path("/proc/self/maps").read_text().count("memfd:mpistrategy")
     for number in range(5):
         reduced(strategy, number)
     assert RANK or len(asked) == 1
+    assert Path("/proc/self/maps").read_text().count("memfd:mpistrategy") <= files
 
 
 def test_results_outlive_the_strategy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import re
 import warnings
@@ -126,9 +127,11 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         ranks = strategy.extended.communicator
         with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patched:
             warnings.simplefilter("always")
-            if where == RANK:
-                patched.setattr(os, "posix_fallocate", refuse)
-            memory = ranks.shared(10_000)
+            if where == RANK:  # the first rank looks for room for all ranks of the node
+                short = Room(SIZE * 3 * mmap.PAGESIZE - 1, 2**30, "this test")
+                patched.setattr(memory_limits, "memory", lambda: None if RANK else short)
+                patched.setattr(os, "posix_fallocate", refuse if RANK else os.posix_fallocate)
+            memory = ranks.shared(3 * mmap.PAGESIZE)
         assert len(caught) == (RANK == 0)
         assert all("can share no more memory" in str(warning.message) for warning in caught)
         assert not memory.is_shared

@@ -1,4 +1,4 @@
-"""All ranks of the job, by mpi4py alone: the library refuses to start on some jobs that the doctor examines.
+"""All ranks of the job, by mpi4py alone: the doctor examines jobs that the library refuses, bench is its reference.
 
 Importing it starts MPI.
 """
@@ -6,12 +6,13 @@ Importing it starts MPI.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.cli.doctor.findings import Facts
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.objects.text import decoded, encoded
 
@@ -41,7 +42,7 @@ class Ranks:
         self.size: int = self.comm.size
         self.version: str = str(MPI.Get_library_version())
 
-    def facts(self) -> Facts:
+    def facts(self) -> dict[str, Any]:
         """Return what MPI says of this rank."""
         return {
             "rank": self.rank,
@@ -82,11 +83,15 @@ class Ranks:
         self.comm.Allgather(leader, leaders)
         return leaders.tolist(), place
 
+    def greatest(self, values: Array) -> Array:
+        """Return the element-wise greatest numbers of all ranks.  Collective."""
+        shared = np.array(values)
+        self.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MAX)
+        return shared
+
     def slowest(self, seconds: float) -> float:
         """Return the greatest number of all ranks.  Collective."""
-        shared = np.array([seconds])
-        self.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MAX)
-        return float(shared[0])
+        return float(self.greatest(np.array([seconds]))[0])
 
     def all_right(self, is_right: bool) -> bool:
         """Return whether every rank says so.  Collective."""
