@@ -207,7 +207,6 @@ class Saving(NotPickled):
         finally:
             pieces.clear()  # also what an error's traceback would hold
             self._written.set()
-            self._close()
             self._done.set()
 
     def _marks(self) -> list[str]:
@@ -381,9 +380,6 @@ class Saving(NotPickled):
         self._is_known = True
         self.is_committed, self.has_failed = committed, not committed
         self._manifest = dataclasses.replace(self._manifest, items={})
-        self._close()
-
-    def _close(self) -> None:
         if self._lock is not None:
             self._lock.close()
 

@@ -204,6 +204,8 @@ def test_generators_go_on(strategy: ms.MirroredStrategy, folder: Path) -> None:
 
     for number in range(7):
         checkpoint.save(folder / "c", overwrite=True)
+        open_files = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        assert not any(path.startswith(os.path.realpath(folder)) for path in open_files)
         drawn = draw(number)
         checkpoint.restore(folder / "c")
         assert draw(number) == drawn
@@ -472,7 +474,7 @@ def test_a_name_stands_for_the_same_object_on_all_ranks(strategy: ms.MirroredStr
         found = outcomes(call, folder / "c")
         assert {outcome.error for outcome in found} == {errors.CollectiveMismatchError}
         assert f"rank {SIZE - 1}" in found[0].text
-        assert re.search(r"one.* is .* \(variable \d+\)", found[0].text), found[0].text
+        assert re.search(r" is .* \(variable \d+\)", found[0].text), found[0].text
 
 
 def test_every_rank_reads_a_checkpoint_alone(strategy: ms.MirroredStrategy, folder: Path) -> None:

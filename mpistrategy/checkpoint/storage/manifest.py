@@ -220,7 +220,7 @@ def _manifest(*, ranks: Any, shards: Any, items: Any, layout: Any, written_by: A
 def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, keys: Any, values: Any) -> Item:
     """Return the item of these values, in a checkpoint of so many shards."""
     _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
-    _require(all(type(part) is list for part in (shape, shards, values, keys or [])) and len(values) <= 1, "lists")
+    _require(keys is None or type(keys) is list, "keys")
     _require((kind == ROWS) == (copies == ROWS), "rows")
     if dtype:
         elements = dtype_of(dtype)
