@@ -472,7 +472,7 @@ def test_a_name_stands_for_the_same_object_on_all_ranks(strategy: ms.MirroredStr
         found = outcomes(call, folder / "c")
         assert {outcome.error for outcome in found} == {errors.CollectiveMismatchError}
         assert f"rank {SIZE - 1}" in found[0].text
-        assert re.search(r"one.* is .* \(variable \d+\)", found[0].text), found[0].text
+        assert re.search(r" is .* \(variable \d+\)", found[0].text), found[0].text
 
 
 def test_every_rank_reads_a_checkpoint_alone(strategy: ms.MirroredStrategy, folder: Path) -> None:
