@@ -114,8 +114,9 @@ def test_what_is_somebodys_own_stays(folder: Path, what: str) -> None:
     """Whatever its name is: no save removes or replaces anything else than a checkpoint."""
     manager = alone(folder)
     folder.mkdir()
-    theirs = [folder / name for name in ("step-000000000001", "step-000000000002", ".step-000000000003.saving-0123",
-                                         ".step-000000000004.saving-00ff00ff00ff00ff", ".c.replaced-01", "c")]  # fmt: skip
+    steps = "step-000000000001 step-000000000002 .step-000000000003.saving-0123"
+    others = ".step-000000000004.saving-00ff00ff00ff00ff .c.replaced-01 c"
+    theirs = [folder / name for name in f"{steps} {others}".split()]
     for path in theirs:
         if what in ("a file beside", "a folder inside", "a folder by name"):
             manager.checkpoint.save(path)
