@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,7 @@ REASON = "needs CuPy and a GPU, or its stand-in: python3 scripts/gpu, with --on-
 needs_gpu = pytest.mark.skipif(not IS_HERE, reason=REASON)
 
 
-def cupy_or_skip() -> ModuleType:
+def cupy_or_skip() -> Any:
     """Return CuPy; skip the test, or the file that calls this at its head, where there is no GPU."""
     if not IS_HERE:
         pytest.skip(REASON, allow_module_level=True)

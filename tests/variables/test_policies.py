@@ -113,11 +113,6 @@ def test_creation(strategy: ms.Strategy, row: dict[str, str], dtype: str) -> Non
         for what in ("synchronization", "aggregation"):
             with pytest.raises(errors.OptionError, match=what):
                 setattr(variable, what, getattr(variable, what))
-        for context in ("step", "cross", "update") if column == "alone" else ():  # it is just an array
-            assert inside(place, context, variable, lambda: variable.assign(np.asarray(RANK, dtype))) is variable  # noqa: B023
-            variable.assign_add(np.asarray(5, dtype))
-            variable.assign_sub(np.asarray(2, dtype))
-            assert inside(place, context, variable, lambda: float(variable)) == RANK + 3  # noqa: B023
     assert still_works(strategy)
 
 
@@ -265,7 +260,7 @@ def test_a_variable_of_one_rank_can_be_used_in_every_context(strategy: ms.Strate
             variable = ms.Variable(np.array([1.0, 2.0]), synchronization="ON_READ", aggregation="NONE")
 
         def use(variable: ms.Variable = variable) -> list[float]:
-            variable.assign_add([float(RANK)] * 2)
+            assert variable.assign_add([float(RANK)] * 2) is variable
             variable.scatter_max(ms.IndexedSlices([50.0], [1]))
             return (variable + 0).tolist()
 
