@@ -49,9 +49,9 @@ class Checkpoint(NamesOurs):
     """The state of some objects: saved whole or not at all, restored on any number of ranks.
 
     Make it on all ranks with the same names for the same objects.  It belongs to the strategy in whose scope it is
-    made; outside, to the only strategy of several ranks that is open.  A checkpoint is a folder of plain files; nothing
-    in them is executed.
-    Only the user can read it; in a setgid folder, the group can, too.
+    made; outside, to that of a variable among the objects, or else to the only strategy of several ranks that is open.
+    A checkpoint is a folder of plain files; nothing in them is executed.  Only the user can read it; in a setgid
+    folder, the group can, too.
 
     It saves:
 
@@ -112,9 +112,10 @@ class Checkpoint(NamesOurs):
         """The strategy whose ranks save together."""
         if not self._made_in._is_default:
             return self._made_in
-        joined: Any = context.open_strategy("Checkpoint", "one that was")
         variables = [value for value in self.objects.values() if isinstance(value, Variable)]
-        return joined or next((var.strategy for var in variables if not var.strategy._is_default), self._made_in)
+        of_variables: Any = next((var.strategy for var in variables if not var.strategy._is_default), None)
+        joined: Any = of_variables or context.open_strategy("Checkpoint", "one that was")
+        return joined or self._made_in
 
     def save(
         self,
