@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from sys import _getframe
 from threading import get_ident
 from time import monotonic
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrategy import errors
@@ -17,6 +17,9 @@ from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall, FlightRecord
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
+
+#: Of code: generators, coroutines, and both.
+_GENERATORS = 0x20 | 0x80 | 0x200
 
 
 class Call(CurrentCall):
@@ -55,21 +58,25 @@ class Call(CurrentCall):
         if guard.closed:
             raise guard.refusal(where)
         self.where = where
-        self.structure = structure
         self._guard, self._called, self._anywhere = guard, called, anywhere or bool(called)
-        given = called if isinstance(called, str) else ""
-        self.name: str = f"{given}: {name}" if given and name else given or name
+        if structure:
+            self.structure = structure
+        if called and isinstance(called, str):
+            self.name: str = f"{called}: {name}" if name else called
+        elif name:
+            self.name = name
 
     def __enter__(self) -> Call:
-        guard, frame = self._guard, _getframe(1)
-        outer = self._outer = guard.current
+        guard, self.frame = self._guard, _getframe(1)
+        outer = guard.current
         try:
-            if outer is not None:
-                self._join(guard, outer)
-            else:
+            if outer is not None and not self._joins(guard, outer):
+                outer = None
+            self._outer = outer
+            if outer is None:
                 guard.thread, guard.agreed, guard.reported = get_ident(), False, None
                 if not self._anywhere:
-                    self.place: str = (guard.site or site_of(frame)).place
+                    self.place: str = (guard.site or site_of(self.frame)).place
                 if guard.size > 1:
                     self._write_down(guard.record)
                 for observer in observers.observers:
@@ -98,8 +105,8 @@ class Call(CurrentCall):
         record.entries.append(self)
         record.before[at], record.times[at], record.after[at] = number, now, number
 
-    def _join(self, guard: Guard, outer: CurrentCall) -> None:
-        """Become a part of the outer call."""
+    def _joins(self, guard: Guard, outer: CurrentCall) -> bool:
+        """Become a part of the outer call, and return True; False for a call that was left."""
         if guard.thread != get_ident():
             raise errors.ContextError.at(
                 self.where,
@@ -107,8 +114,15 @@ class Call(CurrentCall):
                 expected="one thread at a time",
                 fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
             )
+        if not _is_under_way(outer.frame):  # a signal has come where it was left, and it may not be done
+            guard.current = None
+            if guard.size == 1:
+                return False
+            guard.break_off(outer.where, KeyboardInterrupt("as the call was left"))
+            raise guard.refusal(self.where)
         self._is_in_own_work = guard.since == math.inf
         self.join(outer)
+        return True
 
     def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
         try:
@@ -190,7 +204,7 @@ class Call(CurrentCall):
         guard.reported = error if self._outer is not None else None
 
     def _leave(self) -> None:
-        guard = self._guard
+        guard, self.frame = self._guard, None
         guard.current = self._outer
         if self._outer is not None:
             if self._is_in_own_work:
@@ -203,3 +217,13 @@ class Call(CurrentCall):
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed
                 on_gpu.__exit__(None, None, None)
+
+
+def _is_under_way(frame: FrameType | None) -> bool:
+    """Return whether this thread runs in a frame; True for a generator, which may be suspended."""
+    if frame is None or frame.f_code.co_flags & _GENERATORS:
+        return True
+    now: FrameType | None = _getframe(1)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is frame

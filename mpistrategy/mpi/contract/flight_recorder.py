@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from types import FrameType
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class CurrentCall:
         timeout: how long it may wait for the other ranks, in seconds; None: the strategy's timeout.
         number: its number in its strategy, from 1 on; 0 for a call inside another call, and in a strategy of one rank.
         entered, left: times in seconds of time.monotonic(); `left` is 0.0 while the call runs.
+        frame: the frame that has entered it; None once it is left.
     """
 
     where: str = ""
@@ -46,6 +48,7 @@ class CurrentCall:
     number: int = 0
     entered: float = 0.0
     left: float = 0.0
+    frame: FrameType | None = None
 
     def join(self, outer: CurrentCall) -> None:
         """Take over what the ranks compare of the call that this call is a part of."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, OnNodes, context
+from replicas import RANK, SIZE, OnNodes, context, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.mpi.contract import failures
 
 several = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
@@ -118,3 +119,19 @@ def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy) -> None:
         context().all_reduce("SUM", np.array(["a"]) if RANK == LAST else np.ones(COUNT))
 
     check_all_hear(strategy, step, "call", "wait_patiently")
+
+
+@several
+def test_where_a_call_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows whether it was done: the rank takes no more calls, and its next one is no part of that."""
+    monkeypatch.setattr(failures, "PATIENCE_SECONDS", 0.1)
+    with ms.MirroredStrategy(on_error="raise") as strategy:
+        repeated(strategy, KNOWN)
+        if RANK == LAST:
+            with raised(KeyboardInterrupt("Ctrl-C"), "call", "__exit__"):
+                strategy.run(summed)
+        else:
+            strategy.run(summed)
+        ends = outcomes(lambda: strategy.run(summed))
+        assert [end.error for end in ends] == [errors.RemoteError] * LAST + [errors.ContextError]
+        assert all("KeyboardInterrupt: as the call was left" in end.text for end in ends)
