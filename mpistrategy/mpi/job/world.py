@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import os
-import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mpi4py import MPI
 
 from mpistrategy.errors import MpiStrategyError, OptionTypeError
 from mpistrategy.mpi.contract import forks, timeouts
-from mpistrategy.mpi.contract.channel import growing_pauses
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import abort, launcher
-from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import library_name
-from mpistrategy.mpi.watchdog import watchdog
+from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.run_directory import RunDirectory
+from mpistrategy.mpi.watchdog.run_directory import RunDirectory, new_path
 from mpistrategy.mpi.watchdog.status_board import StatusBoard
 from mpistrategy.objects.text import encoded
 
 _OF_COMM_NULL = (
     "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
     "a communicator is MPI.COMM_NULL, too.)"
-)
-_NOT_MET = (
-    "{}: waited {:g} s ({}) for all {} ranks to make it. Look for a rank that is at work still, has ended, or is "
-    "stopped (ps on its node: state T). Where only some ranks make a strategy: MirroredStrategy(communicator=...)."
 )
 #: The process that has started MPI.
 _PID = os.getpid()
@@ -110,9 +106,8 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     job_guard = Guard()
     abort.watch(job_guard)
     try:
-        if ranks.size > 1:
-            _meet(ranks, where)
-        yield
+        with _meeting(ranks, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
+            yield
     except Exception as error:
         if job_guard.give_up is not None and not isinstance(error, MpiStrategyError):
             job_guard.give_up(error)
@@ -121,13 +116,15 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     abort.forget(job_guard)
 
 
-def _meet(ranks: MPI.Intracomm, where: str) -> None:
-    """Wait for all ranks, so that a signal can interrupt it: MPI's own collectives cannot be interrupted."""
-    seconds = timeouts.expected()
-    request, end = ranks.Ibarrier(), time.monotonic() + seconds
-    for pause in growing_pauses():
-        if request.Test():
-            return
-        if time.monotonic() > end:
-            raise TimeoutError(_NOT_MET.format(where, seconds, timeouts.VARIABLE, ranks.size))
-        time.sleep(pause)
+@contextmanager
+def _meeting(ranks: MPI.Intracomm, where: str) -> Iterator[None]:
+    guard = Guard(None, ranks.rank, ranks.size)
+    watch_waiting(ranks, guard, private_memory(status_board.BYTES), [0] * ranks.size, new_path())
+    try:
+        with Call(guard, where, anywhere=True):
+            # So that an error can interrupt it: MPI's own collectives cannot be interrupted.
+            request = ranks.Ibarrier()
+            wait_patiently(lambda: request.Test() or None, guard.look)
+            yield
+    finally:
+        watchdog.forget(guard)
