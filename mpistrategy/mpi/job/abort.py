@@ -170,8 +170,12 @@ def _say_goodbye() -> None:
         guard.start_leaving()
     end, pauses = time.monotonic() + (PATIENCE_SECONDS if is_due else math.inf), growing_pauses()
     while guards and time.monotonic() < end:
-        guards = [guard for guard in guards if not _has_left(guard, status)]
-        time.sleep(next(pauses))
+        try:
+            guards = [guard for guard in guards if not _has_left(guard, status)]
+            time.sleep(next(pauses))
+        except SystemExit as stop:  # of a signal's handler: this rank stops already, and the others wait for it
+            if status_of(stop):
+                _abort(status_of(stop), "stopped while it waited for the other ranks")
     reach = max((guard.size for guard in _open if not guard.is_broken), default=0)
     if guards or (is_due and reach < _SIZE):  # some rank goes on, or cannot be told: no strategy reaches it
         _end_with(status)

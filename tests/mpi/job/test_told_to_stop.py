@@ -115,23 +115,35 @@ def test_where_errors_are_contained_the_others_raise(launch: Launch, tmp_path: P
 
 
 ENDS = """
-import signal, sys
+import os, signal, sys, threading
 from mpi4py import MPI
 import mpistrategy as ms
 
 def told(*_):
     sys.exit(3)
 
+def tell_once_it_waits(guard):
+    while not guard.leaving:
+        pass
+    os.kill(os.getpid(), signal.SIGALRM)
+
 if MPI.COMM_WORLD.rank == 0:
     signal.signal(signal.SIGALRM, told)
+if sys.argv[1] == "at the end":
+    guard = ms.MirroredStrategy().extended.communicator.guard
+    if MPI.COMM_WORLD.rank == 0:
+        threading.Thread(target=tell_once_it_waits, args=(guard,), daemon=True).start()
+        sys.exit()
+elif MPI.COMM_WORLD.rank == 0:
     signal.alarm(1)
     ms.MirroredStrategy()
-signal.pause()  # the others never make it
+signal.pause()  # the others never make it, or never end
 """
 
 
-def test_a_rank_ends_while_a_strategy_is_made(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["while a strategy is made", "at the end"])
+def test_a_rank_ends_where_it_waits_for_the_others(launch: Launch, tmp_path: Path, when: str) -> None:
     """No other rank can hear of it: the job ends."""
-    job = launch(2, [launching.program(ENDS, tmp_path)], timeout=30)
+    job = launch(2, [launching.program(ENDS, tmp_path), when], timeout=30)
     assert job.returncode == 3, job
-    assert "the whole job ends here" in job.stderr, job
+    assert ("stopped while it waited" if when == "at the end" else "the whole job ends here") in job.stderr, job
