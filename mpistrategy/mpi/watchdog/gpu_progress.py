@@ -18,6 +18,8 @@ from mpistrategy.mpi.watchdog.roll_call import FAILED
 
 #: Numbers are counted modulo this: two for each collective, an odd one where it begins, an even one where it ends.
 _RING = 2048
+#: How long a collective that has failed counts as waited for, at least, in seconds.
+_LEAST_OF_FAILED = 1e-3
 #: How far the GPU may be behind: half of the ring, so that it is clear which number is ahead.
 MOST = _RING // 2
 _NUMBER_BYTES = 8
@@ -155,8 +157,9 @@ class GpuProgress:
             self.failure = str(error)
         if not reached % 2:
             return 0.0, usual
-        entry = self._missing()
-        return max(0.0, now - max(self._observation[1], not_before)), (entry and entry.timeout) or usual
+        entry, waited = self._missing(), now - max(self._observation[1], not_before)
+        # What has failed is waited for, however short the time is since this thread has looked.
+        return max(waited, _LEAST_OF_FAILED if self.failure else 0.0), (entry and entry.timeout) or usual
 
     def in_words(self, now: float) -> str:
         """Return where the GPU is; "" when no result is missing."""
