@@ -164,6 +164,7 @@ def test_every_row_comes_once_in_each_epoch(strategy: ms.Strategy) -> None:
     orders = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
+        assert len(sampler) == len(range(strategy.rank, rows, SIZE)), "of another epoch"
         orders.append(strategy.gather(torch.tensor(list(sampler)), 0).tolist())
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(rows))
     assert orders[0] != orders[1]

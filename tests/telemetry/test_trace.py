@@ -67,6 +67,19 @@ def train(strategy: ms.Strategy, folder: Path) -> None:
         ms.Checkpoint(weights=weights).save(folder / "saved", wait=False).wait()
 
 
+def test_a_second_start_begins_another_file(strategy: ms.Strategy, folder: Path) -> None:
+    recording = ms.telemetry.trace(folder)
+    for _ in range(2):
+        recording.start()
+        strategy.reduce("SUM", 1.0)
+    recording.stop()
+    recording.stop()
+    strategy.reduce("SUM", 1.0)
+    gather_texts("all have written")
+    names = [[event["name"].split()[0] for event in json.loads(path.read_text())] for path in folder.iterdir()]
+    assert [own.count("reduce") for own in names] == [1, 1] * SIZE
+
+
 def test_all_ranks_are_on_one_clock_and_viewers_can_read_it(strategy: ms.Strategy, folder: Path) -> None:
     with ms.telemetry.trace(folder) as trace:
         train(strategy, folder.parent)
