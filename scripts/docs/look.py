@@ -49,12 +49,9 @@ SEEN = """() => ({
         .filter(each => !each.closest("pre, code, svg, .md-typeset__scrollwrap, .md-sidebar, .md-search, .md-dialog"))
         .map(each => each.tagName + " " + each.textContent.trim().slice(0, 40)),
     titles: document.querySelectorAll("h1").length,
-    consoles: document.querySelectorAll(".language-console").length,
     previous: document.querySelector("a.md-footer__link--prev")?.href ?? "",
     next: document.querySelector("a.md-footer__link--next")?.href ?? "",
 })"""
-#: The failure of a request that had not ended when the next page was opened: a small picture.
-LEFT = "net::ERR_ABORTED"
 NO_INDEX = "var __index = {config: {lang: ['en'], separator: ' ', pipeline: [], fields: {}}, docs: []}"
 
 broken: list[str] = []
@@ -71,7 +68,8 @@ def opened(browser: Browser, size: dict[str, int], name: str = "index") -> Page:
     page = browser.new_page(viewport=size, color_scheme="light", permissions=["clipboard-read", "clipboard-write"])
     page.on("console", lambda said: check(page, said.type not in ("error", "warning"), f"console: {said.text}"))
     page.on("pageerror", lambda error: check(page, False, f"script: {error}"))
-    page.on("requestfailed", lambda request: check(page, request.failure == LEFT, f"not loaded: {request.url}"))
+    # Aborted is the request of a small picture that has not come when the next page is opened.
+    page.on("requestfailed", lambda lost: check(page, lost.failure == "net::ERR_ABORTED", f"not loaded: {lost.url}"))
     page.goto(f"{SITE}/{name}.html")
     return page
 
@@ -88,8 +86,7 @@ def look_at_every_page(browser: Browser) -> int:
         sizes.reverse()  # the next page is opened at the size that the window has
         check(page, seen["previous"] == visited[-1], "`previous` is another page than the one before")
         check(page, seen["titles"] == 1, "no title, or several")
-        if seen["consoles"]:
-            look_at_copies(page)
+        look_at_copies(page)
         visited.append(page.url)
         if not seen["next"]:
             check(page, page.url.endswith("/changes.html"), "no `next`")
@@ -122,12 +119,10 @@ def look_for_words(browser: Browser) -> None:
     """The search finds each word on the page that tells about it."""
     page = opened(browser, WIDE)  # once: it takes a second to read the index
     typed, found = page.locator("input.md-search__input"), page.locator(".md-search-result__meta")
-    typed.click()
     for word, wanted in WORDS.items():
         typed.press_sequentially(word)
         found.filter(has_text="matching").wait_for()
-        hits = page.locator(".md-search-result__item > a")
-        links = hits.evaluate_all("links => links.slice(0, 5).map(link => link.href)")
+        links = page.locator(".md-search-result__item > a").evaluate_all("all => all.slice(0, 5).map(a => a.href)")
         names = [link.removeprefix(f"{SITE}/").partition(".html")[0] for link in links]
         check(page, wanted in names, f"search for {word!r}: {wanted} is not among {names}")
         typed.press("Control+a")
