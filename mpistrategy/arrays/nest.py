@@ -13,6 +13,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -132,8 +133,11 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
     before = len(leaves)
     inner = [_visit(child, leaves) for child in children]
     rebuilds = [structure.rebuild for structure in inner]
+    is_flat = all(structure is LEAF for structure in inner)
 
     def rebuild(leaves: Iterator[Any]) -> Any:
+        if is_flat:  # in a third of the time
+            return build([*islice(leaves, len(rebuilds))])
         return build([rebuild_child(leaves) for rebuild_child in rebuilds])
 
     texts = [structure.text for structure in inner]
