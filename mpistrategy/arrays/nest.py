@@ -13,7 +13,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -136,8 +135,8 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
     is_flat = all(structure is LEAF for structure in inner)
 
     def rebuild(leaves: Iterator[Any]) -> Any:
-        if is_flat:  # in a third of the time
-            return build([*islice(leaves, len(rebuilds))])
+        if is_flat:  # in less time than by a call for each leaf
+            return build([next(leaves) for _ in rebuilds])
         return build([rebuild_child(leaves) for rebuild_child in rebuilds])
 
     texts = [structure.text for structure in inner]
