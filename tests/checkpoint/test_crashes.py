@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -237,8 +238,10 @@ def test_two_saves_to_one_place(
         monkeypatch.setattr("fcntl.flock", flock)
     with strategy.scope():
         first, second = ms.Checkpoint(x=1), ms.Checkpoint(x=2)
-    with held("fsync" if has_locks else "rename"):
+    is_held = threading.Event()
+    with held("fsync" if has_locks else "rename", is_held):
         slow = first.save(folder / "c", wait=False)
+        assert RANK or is_held.wait(60)
         before = gather_texts(str(sorted(os.listdir(folder))))
         found = outcomes(second.save, folder / "c")
         assert {outcome.error for outcome in found} == {errors.CheckpointExistsError if has_locks else None}

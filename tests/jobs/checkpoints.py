@@ -44,13 +44,20 @@ def in_threads(change: str, do: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def held(change: str = "fsync") -> Iterator[threading.Event]:
-    """Stop the first thread that writes before a change of a kind, until the event is set or the block is left."""
+def held(change: str = "fsync", is_held: threading.Event | None = None) -> Iterator[threading.Event]:
+    """Stop the first thread that writes before a change of a kind, until the event is set or the block is left.
+
+    Args:
+        change: the kind.
+        is_held: is set when that thread has come.
+    """
     go, threads = threading.Event(), []
 
     def hold() -> None:
         threads.append(threading.current_thread())
         if threads[0] is threading.current_thread():
+            if is_held is not None:
+                is_held.set()
             go.wait(60)
 
     with in_threads(change, hold):
