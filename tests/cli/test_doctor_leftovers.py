@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,13 @@ def tree(process: int) -> Iterator[int]:
             yield from tree(int(child))
 
 
+def has_ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except OSError:
+        return True
+
+
 @pytest.mark.each_mpi
 @pytest.mark.slow
 def test_a_job_keeps_its_files_until_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +142,13 @@ def test_a_job_keeps_its_files_until_it_is_killed(tmp_path: Path, monkeypatch: p
                 pytest.skip("this MPI has nothing that could be left")
             assert own.isdisjoint(leftovers.leftover_paths())
         finally:
-            for process in tree(job.pid):
+            processes = [*tree(job.pid)]  # all of them, before the first one is killed
+            for process in processes:
                 os.kill(process, signal.SIGKILL)
+    end = time.monotonic() + 60
+    while not all(map(has_ended, processes)):  # until then it keeps its files
+        assert time.monotonic() < end
+        time.sleep(0.01)
     # Other tests of this machine leave something, too, and use what they have.
     gone = sorted(own & {*leftovers.leftover_paths()})
     assert gone
