@@ -225,5 +225,6 @@ def _leave_contained() -> None:
         for guard in contained:
             guard.break_off("", error)
     end = time.monotonic() + _OTHER_NODES_SECONDS
-    for guard in (guard for guard in _open if not guard.is_in_background):
-        guard.tell_of_failure(end - time.monotonic())
+    for guard in _open:
+        if not guard.is_in_background:
+            guard.tell_of_failure(end - time.monotonic())
