@@ -108,14 +108,16 @@ def all_reduce(
     """
     where = "mpistrategy.torch.all_reduce"
     backward_name = _name_of_backward(where, name)
-    return _carried(
-        where,
-        strategy_for(strategy, where),
-        value,
-        lambda context, values: context.all_reduce(op, values, name=name, out=out),
-        lambda context, gradients: context.all_reduce(op, gradients, name=backward_name),
-        carries=out is None and ReduceOp._parse(op, where) in (ReduceOp.SUM, ReduceOp.MEAN),
-    )
+
+    def reduced(context: ReplicaContext, values: Any) -> Any:
+        return context.all_reduce(op, values, name=name, out=out)
+
+    def gradients_reduced(context: ReplicaContext, gradients: list[Any]) -> Any:
+        return context.all_reduce(op, gradients, name=backward_name)
+
+    is_linear = ReduceOp._parse(op, where) in (ReduceOp.SUM, ReduceOp.MEAN)
+    of = strategy_for(strategy, where)
+    return _carried(where, of, value, reduced, gradients_reduced, carries=is_linear and out is None)
 
 
 def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -142,13 +144,12 @@ def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, n
         return context.all_gather(values, axis, name=name)
 
     def part_of_sum(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
-        lengths = np.array([shape[axis] for shape in shapes], np.int64)[None]
-        begins = context.all_gather(lengths, 0, name=backward_name)[: of.rank].sum(0)
+        lengths = np.array([shape[axis] for shape in shapes], np.int64)
+        lengths_of_ranks = context.all_gather(lengths[None], 0, name=backward_name)
+        begins = lengths_of_ranks[: of.rank].sum(0)
         totals = context.all_reduce("SUM", gradients, name=backward_name)
-        return [
-            total.narrow(axis, int(begin), int(length))
-            for total, begin, length in zip(totals, begins, lengths[0], strict=True)
-        ]
+        places = zip(totals, begins.tolist(), lengths.tolist(), strict=True)
+        return [total.narrow(axis, begin, length) for total, begin, length in places]
 
     return _carried(where, of, value, gathered, part_of_sum)
 
@@ -234,4 +235,5 @@ def _exchanged(context: ReplicaContext, tensor: Any, splits: Sequence[int], name
         call.structure = f"rows of {source.dtype}{list(source.shape[1:])}"
         width = source.shape[1:].numel() * source.element_size()
         received, counts = exchange(communicator, call, t.in_bytes(source), rows, width)
-        return t.from_bytes(received, source).view(sum(counts), *source.shape[1:]).to(source.device), counts
+        result = t.from_bytes(received, source).view(sum(counts), *source.shape[1:])
+        return result.to(source.device), counts

@@ -259,8 +259,11 @@ def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any
     """Return a sparse gradient: the rows of all ranks."""
     grad = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
     own_rows = grad.coalesce()
-    places, values = context.all_gather([own_rows.indices().t().contiguous(), _wide(own_rows.values())], 0)
+    own_places = own_rows.indices().t().contiguous()
+    places, values = context.all_gather([own_places, _wide(own_rows.values())], 0)
     total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
         places.t(), values, parameter.shape, device=values.device, check_invariants=False
     ).coalesce()
-    return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)
+    if op is ReduceOp.MEAN:
+        total = total / context.num_replicas_in_sync
+    return total.to(grad.dtype)
