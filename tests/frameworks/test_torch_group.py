@@ -271,6 +271,15 @@ def test_messages() -> None:
 
 
 @several
+def test_a_message_that_is_too_short_is_refused() -> None:
+    after, before = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    work = dist.isend(torch.ones(2), after)
+    with pytest.raises(ms.errors.ShapeError, match=f"of 8 bytes from rank {before}.*expected 12"):
+        dist.recv(torch.zeros(3), before)
+    work.wait()
+
+
+@several
 def test_a_message_that_nobody_sends_is_named_after_the_timeout() -> None:
     before = (RANK - 1) % SIZE
     impatient = dist.new_group(timeout=timedelta(seconds=1))
