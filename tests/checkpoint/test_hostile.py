@@ -426,6 +426,17 @@ def test_a_generator_that_points_elsewhere(tmp_path: Path, kind: str, name: str,
     hostile.draw_from(generator)
 
 
+@one_rank
+def test_a_number_of_steps_of_another_dtype(tmp_path: Path) -> None:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        weights, adam = ms.Variable([1.0]), ms.optimizers.Adam()
+        adam.build([weights])
+        ms.Checkpoint(adam=adam, weights=weights).save(tmp_path / "c")
+        rewritten(tmp_path / "c", lambda content: item(content, "adam/iterations", 2, "<f8"))
+        with pytest.raises(errors.CheckpointMismatchError, match="no number of steps"):
+            ms.Checkpoint(adam=ms.optimizers.Adam(), weights=weights).restore(tmp_path / "c")
+
+
 # ------------------------------------------------------------------------------------------------ links
 
 

@@ -54,6 +54,7 @@ def test_pytrees_in_every_collective(strategy: ms.Strategy) -> None:
     gathered = msj.all_gather(Box(jnp.full((RANK + 1, 2), RANK)), strategy=strategy)
     assert gathered.inner.shape == (TOTAL, 2)
     assert msj.all_reduce({}, strategy=strategy) == {}
+    assert dir(msj) == sorted(msj.__all__)
 
 
 @pytest.mark.mpi(min_size=2)
