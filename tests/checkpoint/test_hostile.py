@@ -285,6 +285,7 @@ HEADERS: list[Any] = [
     entry() | {"b": entry()["x"]},
 ]  # fmt: skip
 LENGTHS = [n.to_bytes(8, "little") + RIGHT[8:] for n in (2**63, 10**8 + 1, len(RIGHT) - 14, len(RIGHT) - 17)]
+GAP = safetensors(entry(places=[16, 24]), bytes(24))
 
 
 @one_rank
@@ -292,7 +293,7 @@ def test_shards_that_lie(tmp_path: Path) -> None:
     """With a checksum that is right."""
     with ms.OneDeviceStrategy("CPU:0").scope():
         ms.Checkpoint(x=np.zeros(1)).save(tmp_path / "c")
-    for data in (RIGHT, *map(safetensors, HEADERS), *LENGTHS, pickle.dumps(Bomb()), b"", b"\0" * 8):
+    for data in (RIGHT, GAP, *map(safetensors, HEADERS), *LENGTHS, pickle.dumps(Bomb()), b"", b"\0" * 8):
         (tmp_path / "c" / shard_name(0)).write_bytes(data)
         hostile.sign(tmp_path / "c", hostile.body_of(tmp_path / "c"))
         with pytest.raises(errors.CheckpointDamagedError) if data != RIGHT else nullcontext():
