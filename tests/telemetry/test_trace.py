@@ -183,7 +183,7 @@ def write(folder: Path, rank: int = 0, events: Iterable[dict[str, Any]] = (), **
     folder.mkdir(exist_ok=True)
     about = {
         "version": 3, "rank": rank, "size": 2, "host": f"n{rank}", "process": 1, "program": "p.py", "clock": "c",
-        "monotonic_us": 0.0, "wall_us": 0.0, "begun": "2026-01-01T00:00:00",
+        "zero_us": 0.0, "wall_us": 0.0, "begun": "2026-01-01T00:00:00",
     } | header  # fmt: skip
     lines = [{"name": "mpistrategy", "ph": "M", "ts": 0, "args": about}, *events]
     text = "".join(json.dumps({"ph": "X", "pid": rank, "tid": 0, **line}) + ",\n" for line in lines)
@@ -217,7 +217,7 @@ def test_the_clocks_of_two_nodes_are_told_apart_by_collectives(
             entered, left = (dice.expovariate(1 / 20) + 2 for _ in range(2))
             ahead = rank * (AHEAD + jump * (number > count / 2))
             events.append(collective(number, 1e6 * number + ahead - entered, entered + left))
-        write(tmp_path / "t", rank, events, clock=f"c{rank}", monotonic_us=rank * AHEAD)
+        write(tmp_path / "t", rank, events, clock=f"c{rank}", zero_us=-rank * AHEAD)
     timeline = timeline_of(str(tmp_path / "t"))
     clock = timeline.clocks["c1"]
     assert re.search(rf"clock of n1 \(rank 1\): [+-]\d+\.\d{{6}} s against .*, {words}", "\n".join(report(timeline)))
@@ -293,13 +293,9 @@ for number in range(6):
 """
 
 
-@pytest.mark.parametrize("how", ["environment", "option"])
-def test_a_program_as_it_stands(launch: Launch, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    program, folder = launching.program(PROGRAM, tmp_path), tmp_path / "a trace"
-    if how == "environment":
-        launch(3, program, env={"MPISTRATEGY_TRACE": str(folder)}).check()
-    else:
-        launch(3, ["-m", "mpistrategy", "run", "--trace", folder, program]).check()
+def test_a_program_as_it_stands(launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a trace"
+    launch(3, PROGRAM, env={"MPISTRATEGY_TRACE": str(folder)}).check()
     for path in folder.glob("rank-*.json"):
         assert json.loads(path.read_text())[-1]["name"] == "end", "each file opens in a viewer as it is"
     assert main.main(["trace", str(folder), "-o", str(tmp_path / "out.json")]) == 0
