@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import launching
@@ -17,21 +16,13 @@ from replicas import long_lane
 from mpistrategy.cli.bench import report
 from mpistrategy.cli.bench.cases import Case, Variant
 from mpistrategy.cli.bench.timing import is_right, measure, summary
+from mpistrategy.cli.ranks import Ranks
 
 pytestmark = pytest.mark.one_rank  # or starts jobs
 
 Launch = Callable[..., launching.Finished]
 BENCH = ["-m", "mpistrategy", "bench"]
 TINY = 0.01
-
-
-class Alone:
-    """One rank: enough to time and check on."""
-
-    rank, size, comm = 0, 1, SimpleNamespace(Barrier=lambda: None)
-
-    def greatest(self, values: Any) -> Any:
-        return np.array(values)
 
 
 def figures(launch: Launch, folder: Path, *arguments: str, ranks: int = 2, **how: Any) -> dict[str, Any]:
@@ -100,9 +91,9 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(launch: Launch, t
 
 def test_a_wrong_result_is_found() -> None:
     mine = np.zeros(10)
-    assert is_right(Variant("right", lambda: mine.copy(), [mine]), Alone())
-    assert not is_right(Variant("wrong", lambda: mine + (np.arange(10) == 7), [mine]), Alone())
-    case = measure(Case("suite", "case", 80, [Variant("wrong", lambda: mine + 1, [mine])]), Alone(), TINY)
+    assert is_right(Variant("right", lambda: mine.copy(), [mine]), Ranks())
+    assert not is_right(Variant("wrong", lambda: mine + (np.arange(10) == 7), [mine]), Ranks())
+    case = measure(Case("suite", "case", 80, [Variant("wrong", lambda: mine + 1, [mine])]), Ranks(), TINY)
     assert not case["variants"][0]["right"]
     assert "WRONG RESULT" in report.rows(case)[0]
     own, reference = np.array([1e-6, 2e-6, 9e-6]), np.array([2e-6, 2e-6, 2e-6])

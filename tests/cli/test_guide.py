@@ -17,7 +17,7 @@ from pages import GUIDE
 
 import mpistrategy as ms
 from mpistrategy.cli import main
-from mpistrategy.cli.guide import pages, reference, terminal
+from mpistrategy.cli.guide import command, pages, reference
 
 pytestmark = pytest.mark.one_rank
 
@@ -79,11 +79,11 @@ def test_the_package_names_pages_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "named"), [("consepts", "concepts"), ("MismatchError", "CollectiveMismatchError"), ("x", "--list")]
+    ("given", "named"), [("consepts", "concepts"), ("CollectiveMismatch", "CollectiveMismatchError"), ("x", "--list")]
 )
 def test_what_is_no_page(capsys: pytest.CaptureFixture[str], given: str, named: str) -> None:
     told = said(capsys, given, status=2)
-    assert f"there is no page {given!r}; " in told
+    assert f"found the page {given!r}; expected a page of mpistrategy guide --list" in told
     assert named in told
 
 
@@ -96,13 +96,13 @@ def test_a_word_is_found_with_page_and_section(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("word", ["  ", "qqqqqq"])
 def test_a_word_that_is_nowhere(capsys: pytest.CaptureFixture[str], word: str) -> None:
-    assert f"no page has {word!r}; mpistrategy guide --list" in said(capsys, "--search", word, status=2)
+    assert f"found the word {word!r}; expected a word of some page" in said(capsys, "--search", word, status=2)
 
 
 def test_links_become_what_can_be_typed() -> None:
     text = "![A rank](b.svg)\n[a](b-c.md#d), [x](#y), [z](https://example.org)\n\n"
     block = "```text\n[i](j.md) <!-- k -->\n```\n"
-    assert terminal.for_terminal(f"{text}{block}<!-- gone -->\nend") == (
+    assert command.for_terminal(f"{text}{block}<!-- gone -->\nend") == (
         f"(Picture: A rank)\na (`mpistrategy guide b-c`), x, z (https://example.org)\n\n{block}end"
     )
 
