@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from slurm_bed import SlurmBed
-from slurm_user import User, started
+from slurm_user import User
 
 
 @pytest.fixture(scope="session")
 def bed() -> Iterator[SlurmBed]:
-    yield from started()
+    # The folder's path must be short, for sockets.
+    with TemporaryDirectory(prefix="ms-slurm-", ignore_cleanup_errors=True) as folder, closing(SlurmBed(folder)) as bed:
+        try:
+            bed.start()
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            # Namespaces, but no bridges or devices in them, as in some containers.
+            pytest.skip(f"not run: Slurm does not start on this machine: {str(error)[:1000]}")
+        yield bed
 
 
 @pytest.fixture

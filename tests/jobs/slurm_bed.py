@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "unshare", "nsenter", "setpriv")
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
@@ -67,7 +67,7 @@ class Job:
 
 
 class SlurmBed:
-    """A running Slurm with two nodes; a context manager.
+    """A Slurm with two nodes; `close` it also where `start` fails.
 
     Args:
         folder: for everything that belongs to it; its path must be short and without blanks.
@@ -75,8 +75,9 @@ class SlurmBed:
 
     names = ("node1", "node2")
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.local, self.conf = folder, folder / "local", folder / "slurm.conf"
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.local, self.conf = self.folder / "local", self.folder / "slurm.conf"
         number = next(_beds)  # several of one process at the same time
         self._bridge = f"ms{os.getpid() % 10**7}{chr(97 + number % 10)}"
         self._subnet = f"10.{180 + os.getpid() % 40}.{(os.getpid() // 40 + 97 * number) % 250}"
@@ -86,17 +87,6 @@ class SlurmBed:
     def environment(self) -> dict[str, str]:
         """What programs of this Slurm need in their environment."""
         return {"SLURM_CONF": str(self.conf), "PATH": SEARCH}
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End everything that was started; the folder's files stay."""
@@ -183,7 +173,8 @@ class SlurmBed:
 
     # ----------------------------------------------------------------------------------------- the start
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start it, and wait until all nodes are idle."""
         of_nodes = [f"{kind}{name}" for kind in ("", "spool-", "disk-") for name in self.names]
         for name in ("state", "local", *of_nodes):
             (self.folder / name).mkdir(parents=True, exist_ok=True)

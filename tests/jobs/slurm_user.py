@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +31,6 @@ needs_srun = pytest.mark.skipif(
 # srun ends the ranks that are left when one has failed; and its status is the greatest of all ranks'.
 ENDED = (128 + 15, 128 + 9)
 STEPS, SAVE_EVERY = 40, 5
-
-
-def started() -> Iterator[SlurmBed]:
-    folder = Path(tempfile.mkdtemp(prefix="ms-slurm-"))  # its path must be short, for sockets
-    try:
-        with contextlib.ExitStack() as stack:
-            try:
-                bed = stack.enter_context(SlurmBed(folder))
-            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-                # Namespaces, but no bridges or devices in them, as in some containers.
-                pytest.skip(f"not run: Slurm does not start on this machine: {str(error)[:1000]}")
-            yield bed
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class User:
