@@ -20,7 +20,7 @@ from replicas import long_lane
 from slurm_bed import SlurmBed
 from slurm_user import NEEDS_SLURM, SAVE_EVERY, STEPS, User, needs_srun, twice
 
-pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, pytest.mark.timeout(240), needs_srun]
+pytestmark = [*NEEDS_SLURM, pytest.mark.timeout(240), needs_srun]
 
 
 @pytest.fixture(scope="module")

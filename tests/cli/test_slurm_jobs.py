@@ -47,7 +47,6 @@ def test_multi_node_mpirun_binds_ranks_to_cores(user: User) -> None:
     assert done.output.count("4 ranks, 1 cores") == 4, done.output
 
 
-@pytest.mark.one_rank
 @needs_srun
 def test_array(user: User) -> None:
     user.edit("array.sbatch", "example.py", "--steps", "20")
@@ -183,7 +182,6 @@ def left(user: User, node: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.one_rank
 @pytest.mark.parametrize("program", [ENDS_BY_SIGTERM, IGNORES_SIGTERM], ids=["ends", "killed"])
 def test_a_staged_environment_after_scancel(user: User, program: str) -> None:
     """The copy stays until the ranks have ended; what Slurm kills leaves it, and the next job removes it."""

@@ -1,10 +1,10 @@
 """A real Slurm on this machine, for tests: slurmctld here, and nodes that are a slurmd in namespaces of their own.
 
-Needs root, Linux namespaces, iproute2, and Debian's packages slurm-wlm, munge and (for Open MPI under srun) libpmix2;
-`why_not` says what is missing.  GPUs are made up: devices that do nothing.  A node has its own name, address,
-processes, /dev/shm and `local` folder, and shares the rest of the file system, as nodes of a cluster
-share the home folders. What is in `local` is there again when a node comes back.  Its settings are those that job
-scripts meet on clusters: nodes are missed late, urgent jobs take nodes, jobs are requeued.
+Needs root, Linux namespaces, iproute2, and Debian's packages slurm-wlm, munge and (for Open MPI under srun) libpmix2.
+GPUs are made up: devices that do nothing.  A node has its own name, address, processes, /dev/shm and `local` folder,
+and shares the rest of the file system, as nodes of a cluster share the home folders. What is in `local` is there again
+when a node comes back.  Its settings are those that job scripts meet on clusters: nodes are missed late, urgent jobs
+take nodes, jobs are requeued.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "unshare", "nsenter", "setpriv")
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
 # What Slurm's plugin loads; Debian has it under this name only with libpmix-dev, or where somebody made the link.
 PMIX = glob.glob("/usr/lib/*/pmix2/lib/libpmix.so")
@@ -37,18 +36,6 @@ mount --bind "$3/hosts" /etc/hosts || exit 1
 slurmd -D -c -N "$1" -f "$2" & # not exec: the first process of a node has to bury the orphans
 wait
 """
-
-
-def why_not() -> str:
-    """Return why there can be no Slurm here; "" if there can."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
-    if missing:
-        return f"no {', '.join(missing)} on this machine (Debian: apt-get install slurm-wlm munge libpmix2 iproute2)"
-    if os.geteuid() != 0:
-        return "starting a Slurm for tests needs root"
-    probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"]
-    done = subprocess.run(probe, capture_output=True, check=False)
-    return "this machine allows no namespaces" if done.returncode else ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import pytest
 import replicas
 from slurm_bed import SlurmBed
 from slurm_scripts import ON_PBS, script
-from slurm_user import WHY_NOT
 
 from mpistrategy.cli.slurm import sites
 from mpistrategy.cli.slurm.scripts import TEMPLATES
@@ -54,7 +53,6 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
 
 
 @replicas.long_lane
-@pytest.mark.skipif(bool(WHY_NOT), reason=f"not run: {WHY_NOT}")
 def test_slurm_takes_every_script(bed: SlurmBed) -> None:
     refused = {}
     for name, text in ALL.items():
