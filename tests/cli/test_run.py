@@ -176,7 +176,7 @@ def test_one_job_of_two_programs(launch: Launch, tmp_path: Path, how: str) -> No
     [
         ("import os\nos.chdir('/')\nfrom mpi4py import MPI\nMPI.Finalize()\n", 0, ""),
         pytest.param("import sys\nsys.exit(3)\n", 3, "failed with status 3 on rank ", marks=pytest.mark.each_mpi),
-        ("1 / 0\n", 1, "failed with ZeroDivisionError on rank "),
+        ("import mpistrategy.options as o\no.CommunicationOptions(-1)\n", 1, "failed with OptionError on rank "),
     ],
 )
 def test_a_file_says_how_the_program_ended(

@@ -261,6 +261,10 @@ def test_an_array_of_another_dtype_is_refused_with_the_cure(strategy: ms.Strateg
             variable.assign(np.zeros(3, np.float32))
         with pytest.raises(errors.ShapeError):
             variable.assign(1.0)  # no broadcasting
+        with pytest.raises(errors.DTypeError, match=r"variable of dtype bool.*a numeric dtype"):
+            ms.Variable([True]).assign_add([True])
+        with pytest.raises(errors.DTypeError, match=r"variable of dtype complex128.*can be compared"):
+            ms.Variable([1j]).scatter_max(ms.IndexedSlices([2j], [0]))
 
 
 # ------------------------------------------------------------------------------------------------- as an array
