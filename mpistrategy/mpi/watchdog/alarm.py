@@ -83,7 +83,7 @@ def call_the_roll(groups: Sequence[Group], title: str) -> RollCall:
     record = f"{local_process.now_doing(guards)}\n\n{local_process.record(guards)}"
     for group in groups:
         group.directory.show("")
-        group.board.write_record(record)
+        group.board.put("record", record)
         group.board.put("state", ANSWERED)
     _until(lambda: min(widest.board.all("state")) >= ANSWERED, began + _NODE_SECONDS)
     states = widest.board.all("state")

@@ -55,9 +55,8 @@ class Watchdog:
 
     def add(self, group: Group) -> None:
         """Watch over one more communicator."""
-        status = RankStatus(self.rank, self.pid, stack_signal, time.monotonic(), 0.0, group.guard.timeout, "has begun")
         group.board.put("expected", self._expected)
-        group.board.write(status)  # a rank that is stopped before the thread looks is known as well
+        self._show([group])  # a rank that is stopped before the thread looks is known as well
         starts = not self.groups or not self._thread.is_alive()  # a signal may come before it is started
         self.groups[group.guard] = group
         self._changed.set()
