@@ -15,7 +15,7 @@ from declared import IN_STEPS
 from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, still_works
 
 import mpistrategy as ms
-from mpistrategy.errors import ContextError, RemoteError
+from mpistrategy.errors import RemoteError
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 from mpistrategy.reduction.routes import host as route
 
@@ -36,26 +36,6 @@ def strategy() -> Iterator[ms.Strategy]:
 
 def no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("there is none")
-
-
-@several
-def test_an_error_that_nobody_waits_for_is_told_in_the_next_call(strategy: ms.Strategy) -> None:
-    """A user's algorithm that raises on one rank after all have their results."""
-
-    class Raising(ms.MpiAllReduce):
-        def reduce_implementation(self, *arguments: Any) -> Any:
-            result = super().reduce_implementation(*arguments)
-            if RANK == SIZE - 1:
-                raise ValueError("the user's own")
-            return result
-
-    strategy.extended.cross_device_ops = Raising()
-    ends = outcomes(lambda: strategy.extended.reduce_to("SUM", LARGE, LARGE))
-    assert ends[-1].error is Exception
-    assert {end.error for end in ends[:-1]} <= {None, RemoteError}
-    after = outcomes(lambda: strategy.extended.reduce_to("SUM", LARGE, LARGE))
-    assert {end.error for end in after} <= {RemoteError, ContextError}
-    assert all(f"rank {SIZE - 1} failed in StrategyExtended.reduce_to: ValueError" in end.text for end in after)
 
 
 @several

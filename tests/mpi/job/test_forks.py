@@ -150,14 +150,3 @@ def test_a_pool_of_forked_workers(strategy: ms.Strategy) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(times_two, range(10)) == [2.0 * n for n in range(10)]
     assert still_works(strategy)
-
-
-@several
-def test_memory_that_children_have_seen_is_given_back(strategy: ms.Strategy) -> None:
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        arena = strategy.arena([np.zeros(1000)])
-        assert in_child(lambda arena=arena: float(arena.values[0].sum())) == "0.0"
-        arena.close()
-    assert len(os.listdir("/proc/self/fd")) == before
