@@ -152,23 +152,6 @@ def test_every_rank_is_told_what_differs(
     assert still_works(strategy)
 
 
-def test_an_exception_between_two_calls_on_one_rank_is_not_lost(strategy: ms.Strategy) -> None:
-    """Inside a call that all make together, one rank's own exception reaches the others by name."""
-
-    def fail(values: list[Any]) -> Any:
-        raise KeyError("on the summing rank")
-
-    def call() -> Any:
-        with strategy.scope():
-            return ms.ReductionToOneDevice("task:1", accumulation_fn=fail).reduce("SUM", ONES, "CPU:0")
-
-    for rank, end in enumerate(outcomes(call)):
-        assert end.error is (Exception if rank == 1 else errors.RemoteError)
-        assert "on the summing rank" in end.text
-        assert rank == 1 or "KeyError" in end.text
-    assert still_works(strategy)
-
-
 @pytest.mark.parametrize("returned", [None, np.ones(4), np.ones(3, complex), "text", np.array([None] * 3)])
 def test_what_an_accumulation_function_may_not_return(strategy: ms.Strategy, returned: Any) -> None:
     def call() -> Any:
@@ -179,18 +162,6 @@ def test_what_an_accumulation_function_may_not_return(strategy: ms.Strategy, ret
         assert end.error is not None
         assert issubclass(end.error, errors.MpiStrategyError), end.text
         assert "accumulation_fn" in end.text
-    assert still_works(strategy)
-
-
-def test_a_closed_strategy_says_so(strategy: ms.Strategy) -> None:
-    closed = ms.MirroredStrategy()
-    closed.close()
-    closed.close()  # again is no mistake
-    for call in (lambda: closed.reduce("SUM", 1.0), lambda: closed.gather(ONES, 0), lambda: closed.extended.barrier()):
-        for end in outcomes(call):
-            assert end.error is not None
-            assert issubclass(end.error, errors.MpiStrategyError), end.text
-            assert "close" in end.text
     assert still_works(strategy)
 
 
