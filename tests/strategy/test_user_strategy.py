@@ -146,16 +146,6 @@ class TestContextsMadeByHand:
         assert [strategy.run(step, args=(2,)) for _ in range(2)] == [(1, 2 * SIZE), (2, 2 * SIZE)]
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "extended", object()], ids=lambda value: type(value).__name__)
-def test_wrong_parts_are_refused(wrong: Any) -> None:
-    with pytest.raises(errors.OptionTypeError):
-        ms.Strategy(wrong)
-    with pytest.raises(errors.OptionTypeError):
-        ms.StrategyExtended(wrong)
-    with pytest.raises(errors.OptionTypeError):
-        ms.ReplicaContext(wrong, 0)
-
-
 class Doubling(ms.MpiAllReduce):
     """Changes results where one value is reduced."""
 
