@@ -64,6 +64,7 @@ ONES = np.ones(3)
 STRINGS = np.array(["a", "b"])
 OBJECTS = np.array([None, 1])
 MASKED = np.ma.masked_array([1.0, 2.0], [True, False])
+ROWS: dict[str, Any] = {"arrays": np.arange(4), "global_batch_size": 2}
 SLICES = ms.IndexedSlices(np.ones((2, 2)), np.array([0, 1]), (3, 2))
 
 
@@ -344,6 +345,28 @@ LOCAL: list[tuple[str, Call, Any]] = [
             ({"implementation": None}, ValueError),
         ]
     ],
+    *[
+        (f"InputContext: {numbers}", lambda s, v, numbers=numbers: ms.InputContext(*numbers), kind)
+        for numbers, kind in [((0, 0, 1), ValueError), ((2, 2, 2), ValueError), ((1, -1, 1), ValueError),
+                              ((1, 0, 0), ValueError), (("1",), TypeError)]
+    ],
+    *[
+        (f"from_arrays: {wrong}", lambda s, v, wrong=wrong: ms.Dataset.from_arrays(**{**ROWS, **wrong}), kind)
+        for wrong, kind in [
+            ({"arrays": 3}, ValueError),
+            ({"arrays": []}, ValueError),
+            ({"arrays": [1, 2]}, ValueError),
+            ({"arrays": None}, ValueError),
+            ({"arrays": (np.zeros(2), np.zeros(3))}, ValueError),
+            ({"global_batch_size": 0}, ValueError),
+            ({"global_batch_size": -4}, ValueError),
+            ({"global_batch_size": True}, TypeError),
+            ({"shuffle_seed": -1}, ValueError),
+            ({"epochs": -1}, ValueError),
+        ]
+    ],
+    ("epoch: 1 of 1", lambda s, v: ms.Dataset.from_arrays(**ROWS).epoch(1), ValueError),
+    ("epoch: -1", lambda s, v: ms.Dataset.from_arrays(**ROWS).epoch(-1), ValueError),
     *[
         (f"mirrored_check_steps: {bad!r}", lambda s, v, bad=bad: ms.optimizers.SGD(mirrored_check_steps=bad), kind)
         for bad, kind in [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("10", TypeError), (None, TypeError)]

@@ -37,12 +37,8 @@ from mpistrategy.reduction import collectives as module
 pytestmark = pytest.mark.mpi
 
 
-def reduce_scatter(strategy: ms.Strategy, *arguments: Any, **named: Any) -> Any:
-    return strategy.run(lambda: context().reduce_scatter(*arguments, **named))
-
-
-def scan(strategy: ms.Strategy, *arguments: Any, **named: Any) -> Any:
-    return strategy.run(lambda: context().scan(*arguments, **named))
+def made(strategy: ms.Strategy, method: str, *arguments: Any, **named: Any) -> Any:
+    return strategy.run(lambda: getattr(context(), method)(*arguments, **named))
 
 
 # ------------------------------------------------------------------------------------------------- reduce_scatter
@@ -64,7 +60,7 @@ def test_parts_are_those_of_an_all_reduce_in_rank_order(
     before = mine.copy()
     whole = strategy.run(lambda: context().all_reduce(op, mine))
     with pieces_of(strategy, max_count):
-        part = reduce_scatter(strategy, op, mine, axis)
+        part = made(strategy, "reduce_scatter", op, mine, axis)
     length = shape[axis]
     rows = -(-length // SIZE)
     first = min(RANK * rows, length)
@@ -82,14 +78,16 @@ def test_parts_are_those_of_an_all_reduce_in_rank_order(
 )
 def test_every_algorithm_reduces_and_scatters(algorithm: ms.CrossDeviceOps) -> None:
     with ms.MirroredStrategy(cross_device_ops=algorithm) as strategy:
-        part = reduce_scatter(strategy, "SUM", np.full(2 * SIZE, RANK + 1.0))
+        part = made(strategy, "reduce_scatter", "SUM", np.full(2 * SIZE, RANK + 1.0))
         np.testing.assert_array_equal(part, np.full(2, SIZE * (SIZE + 1) / 2))
 
 
 def test_a_nest_a_variable_and_numbers_of_rows_that_differ_by_leaf(strategy: ms.Strategy) -> None:
     with strategy.scope():
         weights = ms.Variable(np.arange(2.0 * SIZE))
-    found = reduce_scatter(strategy, "MEAN", {"v": weights, "none": None, "a": [np.ones((SIZE, 2)), np.ones((1, 3))]})
+    found = made(
+        strategy, "reduce_scatter", "MEAN", {"v": weights, "none": None, "a": [np.ones((SIZE, 2)), np.ones((1, 3))]}
+    )
     assert found["none"] is None
     np.testing.assert_array_equal(found["v"], np.arange(2.0 * SIZE)[2 * RANK : 2 * RANK + 2])
     assert found["a"][0].shape == (1, 2)
@@ -133,7 +131,7 @@ def test_values_of_the_ranks_before_in_rank_order(
     mine = parts[RANK].copy()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "PIECE_BYTES", piece)
-        found = scan(strategy, op, mine, exclusive)
+        found = made(strategy, "scan", op, mine, exclusive)
     right = expected(op, dtype, parts, exclusive)
     assert (found.dtype, np.shape(found)) == (dtype, shape)
     assert bits(np.asarray(found)) == bits(right)
@@ -149,7 +147,7 @@ def test_values_of_the_ranks_before_in_rank_order(
 def test_zeros_and_nan_are_those_of_all_reduce(strategy: ms.Strategy) -> None:
     zeros = np.array([-0.0, 0.0, np.nan, 1.0]) if RANK == 0 else np.array([0.0, -0.0, 1.0, -np.nan])
     for op in ("MIN", "MAX"):
-        last = strategy.broadcast(scan(strategy, op, zeros), root=SIZE - 1)
+        last = strategy.broadcast(made(strategy, "scan", op, zeros), root=SIZE - 1)
         if SIZE > 1:
             assert bits(last) == bits(strategy.run(lambda: context().all_reduce(op, zeros)))  # noqa: B023
 
@@ -158,23 +156,27 @@ def test_a_nest_with_a_variable_numbers_and_none(strategy: ms.Strategy) -> None:
     with strategy.scope():
         variable = ms.Variable(np.arange(3.0))
     value = {"v": variable, "none": None, "n": [RANK + 1, float(RANK), np.float32(2)], "z": 1 + 2j}
-    found = scan(strategy, "SUM", value)
+    found = made(strategy, "scan", "SUM", value)
     np.testing.assert_array_equal(found["v"], np.arange(3.0) * (RANK + 1))
     assert found["none"] is None
     assert [type(each) for each in found["n"]] == [np.int64, np.float64, np.float32]
     assert found["n"] == [sum(range(1, RANK + 2)), sum(range(RANK + 1)), 2 * (RANK + 1)]
     assert found["z"] == (RANK + 1) * (1 + 2j)
-    assert scan(strategy, "SUM", {"a": None}) == {"a": None}
+    assert made(strategy, "scan", "SUM", {"a": None}) == {"a": None}
 
 
 def test_on_nodes_and_simulated_replicas() -> None:
     with OnNodes(RANKS, ms.MpiAllReduce()) as apart:
         for number in INTEGERS[:4]:
-            assert scan(apart, "SUM", np.full(2, RANK + 1, number)).tolist() == 2 * [(RANK + 1) * (RANK + 2) // 2]
+            assert made(apart, "scan", "SUM", np.full(2, RANK + 1, number)).tolist() == 2 * [
+                (RANK + 1) * (RANK + 2) // 2
+            ]
 
     def program() -> Any:
         strategy = ms.MirroredStrategy()
-        return scan(strategy, "SUM", strategy.rank + 1).tolist(), scan(strategy, "MIN", 3, exclusive=True).tolist()
+        return made(strategy, "scan", "SUM", strategy.rank + 1).tolist(), made(
+            strategy, "scan", "MIN", 3, exclusive=True
+        ).tolist()
 
     assert ms.testing.run_replicas(program, 3) == [(1, 2**63 - 1), (3, 3), (6, 3)]
 
