@@ -219,18 +219,6 @@ def test_what_an_accumulation_function_may_not_return(strategy: ms.Strategy, ret
     assert still_works(strategy)
 
 
-def test_a_closed_strategy_says_so(strategy: ms.Strategy) -> None:
-    closed = ms.MirroredStrategy()
-    closed.close()
-    closed.close()  # again is no mistake
-    for call in (lambda: closed.reduce("SUM", 1.0), lambda: closed.gather(ONES, 0), lambda: closed.extended.barrier()):
-        for end in outcomes(call):
-            assert end.error is not None
-            assert issubclass(end.error, errors.MpiStrategyError), end.text
-            assert "close" in end.text
-    assert still_works(strategy)
-
-
 @pytest.mark.one_rank
 def test_a_table_of_many_ranks_is_short_and_its_data_whole() -> None:
     shapes = [3 if rank != 4711 else 4 for rank in range(10_000)]
