@@ -102,4 +102,4 @@ def test_wrong_device_lists(wanted: Any, error: type[Exception], named: str) -> 
     with pytest.raises(error) as refusal:
         requested(wanted, local_rank=1, local_size=2)
     assert isinstance(refusal.value, errors.MpiStrategyError)
-    assert named in refusal.value.found
+    assert named in str(refusal.value)
