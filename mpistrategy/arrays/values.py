@@ -127,8 +127,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        device: tuple[int, int] = self._shareable().__dlpack_device__()
-        return device
+        return self._shareable().__dlpack_device__()  # type: ignore[no-any-return]
 
     def _shareable(self) -> Any:
         value = self._read()
@@ -155,8 +154,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getitem__(self, key: Any) -> Array:
-        part: Array = self._read()[key]
-        return part
+        return self._read()[key]  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self._read())
@@ -174,8 +172,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return complex(self._read())
 
     def __index__(self) -> int:
-        index: int = self._read().__index__()
-        return index
+        return self._read().__index__()  # type: ignore[no-any-return]
 
     def __format__(self, spec: str) -> str:
         return format(self._read(), spec) if spec else str(self)

@@ -133,8 +133,7 @@ def replica_0s(write: Write, call: Call, own_value: Any) -> Any:
 
 def _of_replica_0(variable: Variable, own_array: Array, call: Call) -> Array:
     """Return a copy of replica 0's array, where the variable is."""
-    copy: Array = broadcast(variable._registry.communicator, [own_array], 0, call)[0]
-    return copy
+    return broadcast(variable._registry.communicator, [own_array], 0, call)[0]  # type: ignore[no-any-return]
 
 
 def _agreed(write: Write, call: Call, own_value: Any) -> Any:
