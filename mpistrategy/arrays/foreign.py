@@ -23,7 +23,8 @@ _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
 def library_of(value: object) -> str:
     """Return the library of the type of `value`; of a derived class, the library of its base."""
-    return _library_of(type(value))  # type: ignore[arg-type]
+    kind: Any = type(value)
+    return _library_of(kind)
 
 
 @lru_cache(maxsize=512)

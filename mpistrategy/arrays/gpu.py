@@ -32,7 +32,8 @@ _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-c
 
 def is_cupy(value: object) -> bool:
     """Return whether `value` is a CuPy array, without importing CuPy."""
-    return _is_of_cupy(type(value))  # type: ignore[arg-type]
+    kind: Any = type(value)
+    return _is_of_cupy(kind)
 
 
 @lru_cache(maxsize=256)  # a step asks for all of its arrays

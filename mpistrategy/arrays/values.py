@@ -127,7 +127,8 @@ class ArrayLike(NDArrayOperatorsMixin):
         return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._shareable().__dlpack_device__()  # type: ignore[no-any-return]
+        device: tuple[int, int] = self._shareable().__dlpack_device__()
+        return device
 
     def _shareable(self) -> Any:
         value = self._read()
@@ -154,7 +155,8 @@ class ArrayLike(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getitem__(self, key: Any) -> Array:
-        return self._read()[key]  # type: ignore[no-any-return]
+        part: Array = self._read()[key]
+        return part
 
     def __len__(self) -> int:
         return len(self._read())
@@ -172,7 +174,8 @@ class ArrayLike(NDArrayOperatorsMixin):
         return complex(self._read())
 
     def __index__(self) -> int:
-        return self._read().__index__()  # type: ignore[no-any-return]
+        index: int = self._read().__index__()
+        return index
 
     def __format__(self, spec: str) -> str:
         return format(self._read(), spec) if spec else str(self)

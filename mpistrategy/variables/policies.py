@@ -133,7 +133,8 @@ def replica_0s(write: Write, call: Call, own_value: Any) -> Any:
 
 def _of_replica_0(variable: Variable, own_array: Array, call: Call) -> Array:
     """Return a copy of replica 0's array, where the variable is."""
-    return broadcast(variable._registry.communicator, [own_array], 0, call)[0]  # type: ignore[no-any-return]
+    copy: Array = broadcast(variable._registry.communicator, [own_array], 0, call)[0]
+    return copy
 
 
 def _agreed(write: Write, call: Call, own_value: Any) -> Any:
