@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy import errors
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ValueContext
+from mpistrategy.context import experimental_set_strategy
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.built_in import (
     HierarchicalCopyAllReduce,
@@ -37,13 +38,7 @@ from mpistrategy.options import (
 from mpistrategy.options import is_on as _is_on
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.asynchronous import AllReduceHandle
-from mpistrategy.strategy.current import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
+from mpistrategy.strategy.current import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.one_device import OneDeviceStrategy

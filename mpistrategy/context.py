@@ -90,12 +90,8 @@ class _Thread(threading.local):
 _thread = _Thread()
 #: The strategies of several ranks that were made, also closed strategies: the other ranks still exist.
 _in_process: list[ReferenceType[Strategy]] = []
-_default: list[Callable[[], Strategy]] = []
-
-
-def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
-    """Set the function that makes the default strategy."""
-    _default[:] = [factory]
+#: The function that returns the default strategy, which lies above.
+default_strategy: list[Callable[[], Strategy]] = []
 
 
 def call_in(frame: Frame, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
@@ -146,11 +142,21 @@ def working_on(communicator: Ranks) -> Iterator[None]:
 def current_strategy() -> Any:
     """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
     frame = current_frame()
-    return frame.strategy if frame is not None else _default[0]()
+    return frame.strategy if frame is not None else default_strategy[0]()
 
 
-def set_strategy(strategy: Strategy | None) -> None:
-    """Do `mpistrategy.experimental_set_strategy`."""
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter the scope of `strategy` in this thread until this function is called again with None.
+
+    Args:
+        strategy: the strategy; None leaves the scope.
+
+    Raises:
+        ContextError: inside a scope or a step function.
+        OptionTypeError: when `strategy` is not a strategy.
+    """
+    if strategy is not None:
+        check_strategy(strategy, "experimental_set_strategy")
     if frames() != [frame for frame in [_thread.set_frame] if frame is not None]:
         raise ContextError.at(
             "experimental_set_strategy",

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.over_threads import run_threads
-from mpistrategy.objects.settings import checked_count
+from mpistrategy.objects.settings import checked_count, checked_type
 
 __all__ = [
     "run_replicas",
@@ -50,8 +50,7 @@ def run_replicas(fn: Callable[[], T], n: int, *, nodes: Sequence[int] | None = N
     if not callable(fn):
         raise OptionTypeError.at("run_replicas", found=f"fn={fn!r}", expected="a function without arguments")
     count = checked_count("run_replicas", "n", n)
-    if nodes is not None and not isinstance(nodes, Sequence):
-        raise OptionTypeError.at("run_replicas", found=f"nodes={nodes!r}", expected="a list of node numbers, or None")
+    checked_type("run_replicas", "nodes", nodes, (Sequence, type(None)), "a list of node numbers, or None")
     if nodes is not None and len(nodes) != count:
         raise OptionError.at("run_replicas", found=f"n={n}, nodes={nodes!r}", expected="one node for each rank")
     endings = run_threads(fn, count, nodes)

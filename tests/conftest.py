@@ -210,6 +210,14 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"MPI: {library}, {ranks.size} ranks; tmp_path: {config.stash[FOLDER]} (kept after a failure)"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which --second-mpi leaves out every test: their imports would take longer than the others."""
+    if not config.option.second_mpi or config.stash[RANKS].size > 1 or not collection_path.name.startswith("test_"):
+        return None
+    is_of_mpi = _folder_of(collection_path) == "mpi"
+    return None if is_of_mpi or "each_mpi" in collection_path.read_text(encoding="utf-8") else True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
@@ -324,14 +332,14 @@ def _is_of_one_rank(item: pytest.Item) -> bool:
     return item.get_closest_marker("one_rank") is not None and item.get_closest_marker("mpi") is None
 
 
-def _is_of_each_mpi(item: pytest.Item) -> bool:
-    return item.get_closest_marker("each_mpi") is not None
-
-
 def _came_out_on_another_mpi(item: pytest.Item) -> bool:
     """Return whether a test on one rank would come out alike on each MPI."""
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    return not _is_of_each_mpi(item) and (_is_of_one_rank(item) or _starts_jobs(item) or folder != "mpi")
+    is_of_mpi = _folder_of(item.path) == "mpi" and not _is_of_one_rank(item) and not _starts_jobs(item)
+    return not is_of_mpi and item.get_closest_marker("each_mpi") is None
+
+
+def _folder_of(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 def _starts_jobs(item: pytest.Item) -> bool:

@@ -186,8 +186,7 @@ def like_given(result: Any, like: Any) -> Any:
 
 def on_device_of(array: Any) -> AbstractContextManager[Any]:
     """Return a context manager that makes the GPU of an array current; it does nothing for an array on the host."""
-    device: AbstractContextManager[Any] = array.device if is_on_device(array) else _ON_HOST
-    return device
+    return array.device if is_on_device(array) else _ON_HOST
 
 
 def on_device_of_any(arrays: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -212,8 +211,7 @@ def host_array(value: Any, where: str = "a value", path: str = "") -> Array:
 
 def any_array(value: Any) -> Array:
     """Return an array in GPU memory as it is, and a number or an array on the host as an ndarray."""
-    array: Array = value if is_on_device(value) else host_array(value)
-    return array
+    return value if is_on_device(value) else host_array(value)
 
 
 def placed_as(value: Any, place: Any) -> Array:

@@ -18,8 +18,6 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
 _LIBRARIES = ("cupy", "torch", "jax", "jaxlib")
 _JAX = ("jax", "jaxlib")
-#: A method that only variables and containers have.
-OURS = "_contribution"
 _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
 
@@ -41,7 +39,7 @@ def is_foreign(value: object) -> bool:
     NumPy cannot read all values of JAX: see `without_data`.
     """
     kind = type(value)  # variables and containers have __dlpack__, too, and a _contribution that returns their array
-    if issubclass(kind, (np.ndarray, np.generic)) or hasattr(kind, OURS):
+    if issubclass(kind, (np.ndarray, np.generic)) or hasattr(kind, "_contribution"):
         return False
     return hasattr(kind, "__dlpack__") or library_of(value) in _JAX
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mpistrategy
-from mpistrategy.errors import LaunchError
+from mpistrategy.errors import LaunchError, OptionError, TraceError
+from mpistrategy.objects.text import printable
 
 #: The exit status that a shell reports after SIGPIPE.
 _NOBODY_READS = 128 + signal.SIGPIPE
@@ -73,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = int(run(options))
         sys.stdout.flush()
-    except LaunchError as error:
-        sys.stderr.write(f"{error}\n")
+    except (LaunchError, OptionError, TraceError) as error:
+        sys.stderr.write(f"{printable(str(error))}\n")
         return _COULD_NOT
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has closed it. The rest of the output goes nowhere.

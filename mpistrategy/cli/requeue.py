@@ -24,7 +24,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 #: "Saved; start me again": the status of programs that were told to stop.
@@ -127,26 +126,6 @@ def _fault_in_output(start: int | None) -> str:
     return ""
 
 
-def verdict(status: int, notes: list[str] | None, fault: Callable[[], str]) -> tuple[bool, str]:
-    """Return whether the program is to be started once more, and why, as words behind "the program".
-
-    Args:
-        status: the launcher's.
-        notes: the lines that the ranks have written; None where rank 0 has removed the file.
-        fault: returns the launcher's line about a rank that ended by its own fault, if all nodes answer.
-    """
-    if notes is None:
-        return False, f"failed with status {status}" if status else _DONE
-    failed = next((line for line in notes if line.startswith("failed")), "")
-    if failed:
-        return False, failed
-    if status == 0:
-        return True, "has not ended, whatever the launcher says"
-    if "begun" in notes and not any(line.startswith("stopped") for line in notes) and (fault_line := fault()):
-        return False, f"was ended: {fault_line}"
-    return True, f"stopped with status {status}"
-
-
 class Step:
     """The launcher, under a process that is told when the time is nearly up.
 
@@ -177,7 +156,7 @@ class Step:
                     break
 
     def run(self, seconds: int) -> tuple[bool, str]:
-        """Run it to its end; return what `verdict` returns.
+        """Run it to its end; return whether it is to be started once more, and why, as words behind "the program".
 
         Args:
             seconds: when the program is told to stop, if the batch system sends no signal; 0 for never.
@@ -200,17 +179,34 @@ class Step:
             again = self.status != 0 and (self._is_told or self.status == STOPPED)
             return again, f"{'stopped' if again else 'failed'} with status {self.status}" if self.status else _DONE
 
-        def fault() -> str:
-            line, probe = _fault_in_output(start), self._batch.probe
-            if line and probe and not _succeeds(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS):
-                return ""
-            return line
-
         notes = None
         with contextlib.suppress(FileNotFoundError), open(self.notes, errors="replace") as file:
             notes = file.read().splitlines()
         _remove(self.notes)
-        return verdict(self.status, notes, fault)
+        return self._verdict(notes, start)
+
+    def _verdict(self, notes: list[str] | None, start: int | None) -> tuple[bool, str]:
+        """Return whether the program is to be started once more, and why, as words behind "the program".
+
+        Args:
+            notes: the lines that the ranks have written; None where rank 0 has removed the file.
+            start: where the output of this start begins.
+        """
+        if notes is None:
+            return False, f"failed with status {self.status}" if self.status else _DONE
+        failed = next((line for line in notes if line.startswith("failed")), "")
+        if failed:
+            return False, failed
+        if self.status == 0:
+            return True, "has not ended, whatever the launcher says"
+        is_silent = "begun" in notes and not any(line.startswith("stopped") for line in notes)
+        if is_silent and (fault := _fault_in_output(start)) and self._nodes_answer():
+            return False, f"was ended: {fault}"
+        return True, f"stopped with status {self.status}"
+
+    def _nodes_answer(self) -> bool:
+        probe = self._batch.probe
+        return not probe or _succeeds(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS)
 
     def _tell(self, number: int, frame: Any) -> None:
         # not print: it may be at work
@@ -261,44 +257,40 @@ def run(options: argparse.Namespace) -> int:
         count = f"restart {batch.restarts}" if options.chain is None else f"link {options.link}"
         place = os.environ.get("SLURM_JOB_NODELIST", os.environ.get("PBS_NODEFILE"))
         print(f"job {batch.job}, {count} of {options.at_most}, on {place}: {sys.executable}, {_now()}", flush=True)
-        again, why = (_run_and_requeue if options.chain is None else _run_and_chain)(batch, step, options)
+        next_job = _submit_next(batch, options)
+        again, why = step.run(options.tell_after)
     except (OSError, subprocess.CalledProcessError) as error:  # of sbatch, qsub or qstat
         _remove(_path_of_notes(os.environ[variable]))
         sys.stderr.write(f"mpistrategy requeue: {error}; the program was not started\n")
         return 2
+    words = f"job {batch.job}: the program {why}"
+    if options.chain is not None:
+        if next_job and not again:
+            _succeeds([*batch.cancel, next_job])
+        next_one = f"job {next_job}" if next_job else "nothing"
+        print(f"{words}; {next_one} goes on" if again else f"{words}; the chain ends here")
+    elif again and batch.restarts >= options.at_most:
+        sys.stderr.write(f"job {batch.job}: not done after {batch.restarts} restarts; not requeued\n")
+    elif again:
+        print(f"{words}; back to the queue", flush=True)
+        if not _succeeds(batch.requeue):
+            sys.stderr.write(f"job {batch.job}: cannot be requeued here; use chain\n")
+    else:
+        print(words if why == _DONE else f"{words}; not requeued")
     if step.status == 0 and why != _DONE:
         return STOPPED if again else 1
     return step.status
 
 
-def _run_and_requeue(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bool, str]:
-    again, why = step.run(options.tell_after)
-    if again and batch.restarts >= options.at_most:
-        sys.stderr.write(f"job {batch.job}: not done after {batch.restarts} restarts; not requeued\n")
-    elif again:
-        print(f"job {batch.job}: the program {why}; back to the queue", flush=True)
-        if not _succeeds(batch.requeue):
-            sys.stderr.write(f"job {batch.job}: cannot be requeued here; use chain\n")
-    elif why == _DONE:
-        print(f"job {batch.job}: the program {why}")
-    else:
-        sys.stderr.write(f"job {batch.job}: the program {why}; not requeued\n")
-    return again, why
-
-
-def _run_and_chain(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bool, str]:
-    next_job = ""
+def _submit_next(batch: Batch, options: argparse.Namespace) -> str:
+    """Submit the next job of a chain; return its number, "" for none."""
     if options.before:  # it has ended, perhaps by a SIGKILL
         _remove(_path_of_notes(options.before))
-    if options.link < options.at_most:  # now, and not at the end: a job that is killed gets no further
-        next_job = _answer(batch.submit).partition(";")[0]
-        print(f"job {batch.job}: job {next_job} goes on after it", flush=True)
-    again, why = step.run(options.tell_after)
-    goes_on = f"{f'job {next_job}' if next_job else 'nothing'} goes on" if again else "the chain ends here"
-    if next_job and not again:
-        _succeeds([*batch.cancel, next_job])
-    print(f"job {batch.job}: the program {why}; {goes_on}")
-    return again, why
+    if options.chain is None or options.link >= options.at_most:
+        return ""
+    next_job = _answer(batch.submit).partition(";")[0]  # now, and not at the end: a job that is killed gets no further
+    print(f"job {batch.job}: job {next_job} goes on after it", flush=True)
+    return next_job
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.job.launcher import start
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.telemetry import _start_from_environment
-from mpistrategy.telemetry.tracing import switch
+from mpistrategy.telemetry.tracing import recorder
 
 _WHERE = "mpistrategy run"
 _COULD_NOT = 2
@@ -40,7 +40,7 @@ SETTINGS = {
         timeouts.VARIABLE, "SECONDS", "how long a rank waits in a collective before the job ends, with a roll call"
     ),
     "--inject": (PLAN, "PLAN", "make a collective fail, to test how the job reacts"),
-    "--trace": (switch.VARIABLE, "DIR", "record what the rank does into a folder, for mpistrategy trace"),
+    "--trace": (recorder.VARIABLE, "DIR", "record what the rank does into a folder, for mpistrategy trace"),
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 
-from mpistrategy.errors import TraceError
 from mpistrategy.objects.text import printable
 
 _COULD_NOT = 2
@@ -29,12 +28,8 @@ def run(options: argparse.Namespace) -> int:
     from mpistrategy.telemetry.tracing.timeline import timeline_of
 
     output = options.output or os.path.join(options.folder, _NAME)
-    try:
-        timeline = timeline_of(options.folder)
-        timeline.write(output)
-    except TraceError as error:
-        sys.stderr.write(f"{printable(str(error))}\n")
-        return _COULD_NOT
+    timeline = timeline_of(options.folder)
+    timeline.write(output)
     for line in report(timeline):
         print(printable(line))  # whoever has made the program up
     print(f"{output}: open it in https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing")

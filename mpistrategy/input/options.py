@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.errors import OptionError
 from mpistrategy.objects.settings import whole_number
 from mpistrategy.options import InputReplicationMode, ReplicationMode
 
@@ -26,12 +25,6 @@ class InputOptions:
     experimental_replication_mode: ReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
-
-
-def check_options(options: Any, where: str) -> None:
-    """Raise OptionTypeError unless `options` is None or an InputOptions."""
-    if options is not None and not isinstance(options, InputOptions):
-        raise OptionTypeError.at(where, found=f"options={options!r}", expected="an InputOptions or None")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,107 +29,94 @@ _ENDED = "has come to its end"
 
 
 class Turns:
-    """Lets one of several threads run at a time; finds out when none can.
+    """Lets one of several threads run at a time, and gathers their values; finds out when none can go on.
 
     Args:
-        count: how many threads there are.
+        size: how many threads there are.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, size: int) -> None:
+        self.size: int = size
         self._changed = threading.Condition()
         self._running = 0
-        self._doing = [""] * count
-        self._ready: list[Callable[[], bool]] = [lambda: True] * count
+        #: The values of the round that is to be full before a thread goes on, and where it waits for that.
+        self._awaited: list[dict[int, Any]] = [dict.fromkeys(range(size))] * size
+        self._doing = [""] * size
+        #: The values of the next round, by communicator; threads of the last round hold its dict.
+        self._next: defaultdict[object, dict[int, tuple[str, Any]]] = defaultdict(dict)
         self._hopeless: set[int] = set()
         self._why = ""
 
-    def wait_for(self, me: int, ready: Callable[[], bool], doing: str) -> None:
-        """Let the others run until `ready()`; raise on all threads that wait if no thread can go on.
+    def allgather(self, communicator: object, rank: int, purpose: str, value: Any) -> list[Any]:
+        """Let the others run until all threads have brought a value; return the values in rank order.
 
-        `doing` says where this thread waits, for that error.
+        Raises on all threads unless all came for the same `purpose`, and on all that wait if no thread can go on.
         """
-        self.pass_on(me, ready, doing)
-        self.begin(me)
-        if me in self._hopeless:
-            self._hopeless.remove(me)
+        values = self._next[communicator]
+        values[rank] = (purpose, value)
+        if len(values) == self.size:
+            del self._next[communicator]
+        self.pass_on(rank, values, f"waits at {site_of(sys._getframe(1)).text}")
+        self.begin(rank)
+        if rank in self._hopeless:
+            self._hopeless.remove(rank)
+            del values[rank]
             raise CollectiveMismatchError(self._why)
+        purposes = [values[peer][0] for peer in range(self.size)]
+        if len(set(purposes)) > 1:
+            rows = [f"  replica {peer}: {its_purpose}" for peer, its_purpose in enumerate(purposes)]
+            raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
+        return [values[peer][1] for peer in range(self.size)]
 
     def begin(self, me: int) -> None:
         """Wait for the turn of this thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._running == me)
 
-    def pass_on(self, me: int, ready: Callable[[], bool] = lambda: False, doing: str = _ENDED) -> None:
-        """Let another thread run: the next one that is ready.  By default this one takes no more turns."""
+    def pass_on(self, me: int, values: dict[int, Any], doing: str) -> None:
+        """Let another thread run: the next one whose round is full.
+
+        Args:
+            me: this thread.
+            values: of the round for which it waits; an empty dict, which stays empty, for a thread that has ended.
+            doing: where it waits.
+        """
         with self._changed:
-            self._ready[me], self._doing[me] = ready, doing
-            count = len(self._ready)
-            in_turn = [(me + step) % count for step in range(1, count + 1)]
-            able = [rank for rank in in_turn if rank in self._hopeless or self._ready[rank]()]
+            self._awaited[me], self._doing[me] = values, doing
+            in_turn = [(me + step) % self.size for step in range(1, self.size + 1)]
+            able = [rank for rank in in_turn if rank in self._hopeless or len(self._awaited[rank]) == self.size]
             if not able:
                 able = [rank for rank in in_turn if self._doing[rank] != _ENDED]
                 self._hopeless = set(able)
-                rows = [f"  replica {rank}: {doing}" for rank, doing in enumerate(self._doing)]
+                rows = [f"  replica {rank}: {where}" for rank, where in enumerate(self._doing)]
                 self._why = "\n".join(["no replica can go on: the calls do not fit together", *rows])
             self._running = able[0] if able else -1
             self._changed.notify_all()
-
-
-@dataclass
-class Meeting:
-    """Gathers values of the threads: each thread brings a value, for the same purpose, and takes all values.
-
-    Attributes:
-        turns: who may run.
-        size: how many threads there are.
-    """
-
-    turns: Turns
-    size: int
-    #: The values of the next round; threads of the last round hold its dict.
-    _values: dict[int, tuple[str, Any]] = field(default_factory=dict)
-
-    def allgather(self, rank: int, purpose: str, value: Any) -> list[Any]:
-        """Return the values of all, in rank order; raise on all unless all came for the same `purpose`."""
-        round_values = self._values
-        round_values[rank] = (purpose, value)
-        if len(round_values) == self.size:
-            self._values = {}
-        try:
-            where = site_of(sys._getframe(1)).text
-            self.turns.wait_for(rank, lambda: len(round_values) == self.size, f"waits at {where}")
-        except CollectiveMismatchError:
-            round_values.pop(rank, None)
-            raise
-        purposes, values = zip(*(round_values[peer] for peer in range(self.size)), strict=True)
-        if len(set(purposes)) > 1:
-            rows = [f"  replica {rank_of_row}: {peer_purpose}" for rank_of_row, peer_purpose in enumerate(purposes)]
-            raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
-        return list(values)
 
 
 class Threads(Ranks, ControlChannel):
     """A `mpistrategy.mpi.interface.ranks.Ranks` among threads of this process.
 
     Args:
-        meeting: where the threads bring their data.
+        turns: of the threads.
         rank: this thread's number.
         node_of: the number of the node of each thread, from 0 on.
+        communicator: tells the calls of communicators apart; the same object on all ranks.
     """
 
     is_simulated = True
 
-    def __init__(self, meeting: Meeting, rank: int, node_of: Sequence[int]) -> None:
-        self._meeting = meeting
-        super().__init__(rank, node_of, Guard(self if meeting.size > 1 else None, rank, meeting.size))
+    def __init__(self, turns: Turns, rank: int, node_of: Sequence[int], communicator: object = None) -> None:
+        self._turns, self._communicator = turns, communicator
+        super().__init__(rank, node_of, Guard(self if turns.size > 1 else None, rank, turns.size))
 
     def _gathered(self, purpose: str, value: Any) -> list[Any]:
-        return self._meeting.allgather(self.rank, purpose, copy.deepcopy(value))
+        return self._turns.allgather(self._communicator, self.rank, purpose, copy.deepcopy(value))
 
     def duplicate(self) -> Threads:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
-        meeting = Meeting(self._meeting.turns, self.size)
-        threads = Threads(self._meeting.allgather(self.rank, "duplicate", meeting)[0], self.rank, self.node_of)
+        communicator = self._turns.allgather(self._communicator, self.rank, "duplicate", object())[0]
+        threads = Threads(self._turns, self.rank, self.node_of, communicator)
         threads.devices = self.devices
         return threads
 
@@ -138,11 +126,11 @@ class Threads(Ranks, ControlChannel):
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; `Turns` ends the wait for a thread that has ended."""
-        return list(self._meeting.allgather(self.rank, "allgather_text", text))
+        return self._gathered("allgather_text", text)
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; `Turns` ends the wait for a thread that ended."""
-        return len(set(self._meeting.allgather(self.rank, "compare calls", digest))) == 1
+        return len(set(self._gathered("compare calls", digest))) == 1
 
     def start(self, digest: int) -> None:
         """Do nothing: `Turns` notes that a thread has ended."""
@@ -180,19 +168,18 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
     Returns:
         For each rank how its program ended: with a `result`, or with an `error`.
     """
-    turns = Turns(count)
-    meeting, numbers = Meeting(turns, count), list(dict.fromkeys(nodes or [0]))
+    turns, numbers = Turns(count), list(dict.fromkeys(nodes or [0]))
     node_of = [numbers.index(node) for node in nodes or [0] * count]
 
     def replica(rank: int) -> Ending:
-        _world.set(Threads(meeting, rank, node_of))
+        _world.set(Threads(turns, rank, node_of))
         turns.begin(rank)
         try:
             return Ending(function())
         except BaseException as error:
             return Ending(error=error)
         finally:
-            turns.pass_on(rank)
+            turns.pass_on(rank, {}, _ENDED)
 
     pool = ThreadPoolExecutor(count, "replica")
     endings = pool.map(replica, range(count))

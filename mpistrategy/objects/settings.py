@@ -84,8 +84,10 @@ def _is_settable(member: object) -> bool:
     return isinstance(member, Setting) or (isinstance(member, property) and member.fset is not None)
 
 
-def checked_type(where: str, name: str, value: Any, kind: type[T], expected: str, fix: str = "") -> T:
-    """Return `value`; raise OptionTypeError if it is not of a type."""
+def checked_type(
+    where: str, name: str, value: Any, kind: type[T] | tuple[type[T], ...], expected: str, fix: str = ""
+) -> T:
+    """Return `value`; raise OptionTypeError if it is not of a type, or of one of several."""
     if not isinstance(value, kind):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected, fix=fix)
     return value

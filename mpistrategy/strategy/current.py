@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpistrategy.context import Mode, check_strategy, current_frame, current_strategy, set_strategy, warn_if_alone
+from mpistrategy.context import Mode, check_strategy, current_frame, current_strategy, warn_if_alone
 from mpistrategy.strategy.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
@@ -40,26 +40,10 @@ def get_replica_context() -> ReplicaContext:
     stay on this rank, with an OutsideStepWarning once a strategy of several ranks was made.
     """
     frame = current_frame()
-    thread_context: Any = frame.replica_context if frame else get_strategy().extended._default_replica_context
-    return thread_context  # type: ignore[no-any-return]
+    return frame.replica_context if frame else get_strategy().extended._default_replica_context
 
 
 def in_cross_replica_context() -> bool:
     """Return whether this thread is in cross-replica (or update) context."""
     frame = current_frame()
     return frame is not None and frame.mode is not Mode.REPLICA
-
-
-def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Enter the scope of `strategy` in this thread until this function is called again with None.
-
-    Args:
-        strategy: the strategy; None leaves the scope.
-
-    Raises:
-        ContextError: inside a scope or a step function.
-        OptionTypeError: when `strategy` is not a strategy.
-    """
-    if strategy is not None:
-        check_strategy(strategy, "experimental_set_strategy")
-    set_strategy(strategy)

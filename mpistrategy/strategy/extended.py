@@ -414,8 +414,6 @@ call_sites.calls_steps(StrategyExtended.call_for_each_replica)
 
 def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure]:
     """Return the leaves but None of a nest of values, and its structure; a list of numbers, say, is one value."""
-    if value is not None and not nest.is_container(value):
-        return [value], nest.LEAF
     leaves, structure = nest.flatten_without_none(value)
     is_array = isinstance(value, (list, tuple)) and not structure.num_none
     if is_array and all(isinstance(leaf, (bool, str)) or is_python_number(leaf) for leaf in leaves):

@@ -94,11 +94,9 @@ class MirroredStrategy(Strategy):
             with Call(ranks.guard, where, called=name) as call:
                 if not isinstance(ranks, Threads):
                     injection.arm(*ranks.place_in_job)
-                if cross_device_ops is not None:
-                    checked_type(where, "cross_device_ops", cross_device_ops, CrossDeviceOps, "a CrossDeviceOps")
-                if communication_options is not None:
-                    words = "communication_options", communication_options, CommunicationOptions
-                    checked_type(where, *words, "a CommunicationOptions")
+                algorithms, options = (CrossDeviceOps, type(None)), (CommunicationOptions, type(None))
+                checked_type(where, "cross_device_ops", cross_device_ops, algorithms, "a CrossDeviceOps")
+                checked_type(where, "communication_options", communication_options, options, "a CommunicationOptions")
                 reaction = one_of(where, "on_error", on_error, ("abort", "raise"))
                 level = check_level.ALWAYS if contains_errors and check is None else check_level.level_of(check)
                 if contains_errors and level != check_level.ALWAYS:

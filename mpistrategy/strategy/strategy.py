@@ -40,7 +40,7 @@ from mpistrategy.errors import (
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
 from mpistrategy.input.first_batches import LEVELS, FirstBatches
 from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
-from mpistrategy.input.options import InputContext, InputOptions, check_options
+from mpistrategy.input.options import InputContext, InputOptions
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
@@ -70,6 +70,8 @@ E = TypeVar("E")
 Ts = TypeVarTuple("Ts")
 #: The argument that says how first batches are compared.
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
+#: The types of the argument `options` of datasets.
+_OPTIONS = (InputOptions, type(None))
 #: The most variables that a report names.
 _MOST_ROWS = 10
 _FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
@@ -522,7 +524,7 @@ class Strategy(NotPickled, NamesOurs):
         """
         extended, communicator, where = self.extended, self.extended.communicator, "Strategy.distribute_dataset"
         with Call(communicator.guard, where, called=name) as call:
-            check_options(options, where)
+            checked_type(where, "options", options, _OPTIONS, "an InputOptions or None")
             level, number = one_of(where, "check_batches", check_batches, LEVELS), extended._datasets_made + 1
             first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name)
             distributed = DistributedDataset(
@@ -564,7 +566,7 @@ class Strategy(NotPickled, NamesOurs):
         where, communicator = "Strategy.distribute_datasets_from_function", self.extended.communicator
         with Call(communicator.guard, where, called=name) as call:
             context.check_call(where, dataset_fn)
-            check_options(options, where)
+            checked_type(where, "options", options, _OPTIONS, "an InputOptions or None")
             with call.own_work():
                 dataset = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
             check_iterable(dataset, where)
@@ -724,7 +726,7 @@ class _DefaultStrategy(Strategy):
         """Do nothing: the default strategy is always there."""
 
 
-context.set_default_strategy_factory(cache(_DefaultStrategy))
+context.default_strategy.append(cache(_DefaultStrategy))
 
 
 # -------------------------------------------------------------------------------------------------- assert_mirrored

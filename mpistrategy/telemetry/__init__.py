@@ -8,8 +8,8 @@ from mpistrategy.telemetry.logs import ALL_RANKS, RankFilter, RankFormatter, Ran
 from mpistrategy.telemetry.nvtx_ranges import Nvtx, nvtx
 from mpistrategy.telemetry.progress_bar import Progress, progress
 from mpistrategy.telemetry.spans import Span, span
-from mpistrategy.telemetry.tracing import switch
-from mpistrategy.telemetry.tracing.switch import Trace, trace
+from mpistrategy.telemetry.tracing import recorder
+from mpistrategy.telemetry.tracing.recorder import Trace, trace
 
 __all__ = [
     "ALL_RANKS",
@@ -34,5 +34,5 @@ def __dir__() -> list[str]:
 
 def _start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE and MPISTRATEGY_NVTX say so."""
-    switch.start_from_environment()
+    recorder.start_from_environment()
     nvtx_ranges.start_from_environment()

@@ -53,7 +53,8 @@ class RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether this rank logs the record."""
         rank, record_ranks = own_place()[0], getattr(record, "ranks", None)
-        if _has(self._ranks if record_ranks is None else record_ranks, rank):
+        ranks = self._ranks if record_ranks is None else record_ranks
+        if ranks == "all" or rank == ranks or (isinstance(ranks, Collection) and rank in ranks):
             return record.levelno >= self.level
         return record_ranks is None and record.levelno >= self.others
 
@@ -169,7 +170,3 @@ def _checked_ranks(ranks: Any) -> Any:
     if not (isinstance(listed, Collection) and all(isinstance(rank, int) and rank >= 0 for rank in listed)):
         raise OptionError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
     return listed
-
-
-def _has(ranks: Any, rank: int) -> bool:
-    return ranks == "all" or rank == ranks or (isinstance(ranks, Collection) and rank in ranks)

@@ -116,5 +116,4 @@ def change_of(kernel: Kernel, gradient: Array, slots: Mapping[str, Variable]) ->
     for name, array in working.items():
         if array is not storages[name]:
             storages[name][...] = array
-    change: Array = np.negative(lost, out=lost)
-    return change
+    return np.negative(lost, out=lost)

@@ -44,7 +44,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_switch
+from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_switch, checked_type
 from mpistrategy.options import (
     Aggregation,
     Synchronization,
@@ -325,8 +325,7 @@ class Variable(ArrayLike, Settable):
             is_chosen = sync_mode is VariableSynchronization.AUTO and not registry.is_local
             self.synchronization = VariableSynchronization.ON_WRITE if is_chosen else sync_mode
             self.trainable = sync_mode is not VariableSynchronization.ON_READ if trainable is None else trainable
-            if name is not None and not isinstance(name, str):
-                raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
+            checked_type("Variable", "name", name, (str, type(None)), "a string")
             own_name = "Variable" if name is None else name
             call.name = f"{call.name}: {own_name}" if call.name else own_name
             try:
@@ -443,13 +442,8 @@ class Variable(ArrayLike, Settable):
         copied = copy_of(self._read(name))
         return copied if self.shape else copied[()]  # type: ignore[no-any-return]  # a scalar: CuPy takes no 0-d array
 
-    def value(self, *, name: str | None = None) -> Array:
-        """Return what `read_value` returns.
-
-        Args:
-            name: as there.
-        """
-        return self.read_value(name=name)
+    #: TensorFlow's other name for it.
+    value = read_value
 
     def local_copy(self) -> Array:
         """Return a copy of this replica's copy; never communicates."""

@@ -1,11 +1,13 @@
-"""The methods of NumPy's arrays on Variable, PerReplica and Mirrored: NumPy's results, and nothing written."""
+"""The methods of NumPy's arrays on Variable, PerReplica and Mirrored, and what counts as an array."""
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pages
 import pytest
@@ -16,6 +18,7 @@ from replicas import RANK, SIZE, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.arrays import convert
 
 pytestmark = pytest.mark.mpi
 
@@ -236,6 +239,61 @@ def test_an_on_read_variable_has_the_methods_in_steps_and_names_read_value_outsi
 def test_a_value_that_is_no_array_or_not_here_is_named() -> None:
     with pytest.raises(errors.LeafError, match=r"PerReplica\.sum"):
         ms.PerReplica(({"a": 1},)).sum()
-    with pytest.raises(errors.PlacementError, match="rank 2"):
-        ms.Mirrored((), "rank 2").transpose()
-    assert ms.PerReplica((2,)).sum() == 2
+    elsewhere = ms.Mirrored((), "rank 2")
+    for read in (np.asarray, float, len, bool, np.transpose, lambda value: value + 1, lambda value: value[0]):
+        with pytest.raises(errors.PlacementError, match="rank 2"):
+            read(elsewhere)
+    assert ms.get_strategy().experimental_local_results(elsewhere) == ()
+    assert (repr(elsewhere), repr(ms.PerReplica((1,)))) == ("Mirrored(<lives on rank 2>)", "PerReplica(1)")
+
+
+# ------------------------------------------------------------------------------------------------- what is an array
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        *((value, errors.DTypeError) for value in (
+            True, np.bool_(True), np.array([True]), "text", b"bytes", np.array(["a"]), np.datetime64("2020-01-01"),
+            np.timedelta64(1, "s"), np.zeros(2, [("a", "f4")]), np.zeros(2, ml_dtypes.float8_e4m3fn))),
+        *((value, errors.LeafError) for value in (
+            None, object(), [1, None], [[1], [1, 2]], {1, 2}, {"a": 1}, np.array([None]),
+            np.ma.masked_array([1.0], [True]), np.ma.masked, 2**70, lambda: 1, range)),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_summed_is_named_with_its_leaf(value: Any, error: type[Exception]) -> None:
+    for function in (convert.reducible, convert.to_array)[: 1 + (error is errors.LeafError)]:
+        with pytest.raises(error, match=r"^ReplicaContext\.all_reduce: found (?s:.{,300})leaf \['w'\]\[3\]"):
+            function(value, "ReplicaContext.all_reduce", "['w'][3]")
+
+
+def test_an_array_in_gpu_memory_is_copied_to_the_host(cupy: Any) -> None:
+    copied = convert.to_array(cupy.asarray(np.arange(3)) * 2, "here")
+    assert isinstance(copied, np.ndarray)
+    assert copied.tolist() == [0, 2, 4]
+
+
+def test_an_array_in_gpu_memory_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    foreign = type("Tensor", (), {"__cuda_array_interface__": {}})()
+    with pytest.raises(errors.UnsupportedError, match="cupy-cuda12x"):
+        convert.to_array(foreign, "here")
+
+
+@pytest.mark.parametrize(("dtype", "copy"), [(None, None), (np.float32, None), (None, True), (None, False)])
+def test_a_container_is_shared_or_copied_as_numpy_asks(dtype: Any, copy: bool | None) -> None:
+    held = np.arange(3.0)
+    array = np.array(ms.Mirrored((held,)), dtype=dtype, copy=copy)
+    assert array.dtype == (dtype or np.float64)
+    assert np.shares_memory(array, held) is (dtype is None and not copy)
+    with pytest.raises(ValueError, match="copy"):
+        np.array(ms.Mirrored((held,)), dtype=np.float32, copy=False)
+
+
+def test_repeated_indices_of_slices_add_up() -> None:
+    values = np.array([[1.0, 2.0], [10.0, 20.0], [3.0, 4.0]])
+    for shape in ((3, 2), np.array([3, 2])):
+        slices = ms.IndexedSlices(values, np.array([2, 0, 2]), shape)
+        np.testing.assert_array_equal(slices.to_dense(), [[10, 20], [0, 0], [4, 6]])
+    with pytest.raises(errors.UnsupportedError, match="dense_shape"):
+        ms.IndexedSlices(np.ones((1, 2)), np.array([0])).to_dense()

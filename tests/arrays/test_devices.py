@@ -54,9 +54,8 @@ def test_a_complete_device_survives_its_string(task: int, kind: str, index: int)
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(errors.DeviceError) as refusal:
         devices.parse(text)
-    assert repr(text) in str(refusal.value)
-    assert "CPU:0" in str(refusal.value)
-    assert isinstance(refusal.value, ValueError)
+    assert repr(text) in refusal.value.found
+    assert "CPU:0" in refusal.value.expected
 
 
 @pytest.mark.parametrize(
@@ -77,11 +76,7 @@ def test_a_part_left_out_matches_everything(pattern: str, device: Device, matche
 
 
 def test_a_rank_drives_the_entry_at_its_index_within_the_node() -> None:
-    wanted = ["CPU:0", "CPU:1", "CPU:2"]
-    for nothing in (None, [], ()):
-        assert requested(nothing, local_rank=1, local_size=2) == Request("cpu")
-    assert requested(wanted, local_rank=1, local_size=2) == Request("cpu", 1)
-    assert requested(wanted, local_rank=0, local_size=3) == Request("cpu", 0)
+    assert requested((), local_rank=1, local_size=2) == Request("cpu")
     assert requested(["GPU:2", "gpu"], local_rank=0, local_size=2) == Request("gpu", 2)
     assert requested(["GPU:2", "gpu"], local_rank=1, local_size=2) == Request("gpu", 0)
 
@@ -108,4 +103,3 @@ def test_wrong_device_lists(wanted: Any, error: type[Exception], named: str) -> 
         requested(wanted, local_rank=1, local_size=2)
     assert isinstance(refusal.value, errors.MpiStrategyError)
     assert named in str(refusal.value)
-    assert "expected" in str(refusal.value)

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu_here import Spoken
-from replicas import RANK, SIZE
+from replicas import RANK, SIZE, context, in_step
 
 import mpistrategy as ms
 from mpistrategy.arrays.foreign import library_of
@@ -121,16 +121,6 @@ def numbers(value: Any) -> list[Any]:
         .astype(float)
         .tolist()
     )
-
-
-def context() -> ms.ReplicaContext:
-    found = ms.get_replica_context()
-    assert found is not None
-    return found
-
-
-def in_step(strategy: ms.Strategy, function: Callable[[ms.ReplicaContext], Any]) -> Any:
-    return strategy.run(lambda: function(context()))
 
 
 TOTAL = SIZE * (SIZE + 1) / 2

@@ -269,6 +269,10 @@ def test_iterators_go_on(strategy: ms.MirroredStrategy, folder: Path) -> None:
     found = outcomes(checkpoint.restore, folder / "c")  # the generator cannot go back
     assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
     assert "batches/1" in found[0].text
+    other = ms.Dataset.from_arrays(np.arange(20.0), global_batch_size=5)
+    others = [iter(strategy.experimental_distribute_dataset(other)), *batches()[1:]]
+    found = outcomes(checkpoint_of(strategy, batches=others).restore, folder / "c")
+    assert "batches/0: a position in global batches" in found[0].text
 
 
 def test_what_is_not_read_when_an_iterator_goes_on(strategy: ms.MirroredStrategy, folder: Path) -> None:

@@ -285,6 +285,7 @@ HEADERS: list[Any] = [
     entry() | {"b": entry()["x"]},
 ]  # fmt: skip
 LENGTHS = [n.to_bytes(8, "little") + RIGHT[8:] for n in (2**63, 10**8 + 1, len(RIGHT) - 14, len(RIGHT) - 17)]
+GAP = safetensors(entry(places=[16, 24]), bytes(24))
 
 
 @one_rank
@@ -292,7 +293,7 @@ def test_shards_that_lie(tmp_path: Path) -> None:
     """With a checksum that is right."""
     with ms.OneDeviceStrategy("CPU:0").scope():
         ms.Checkpoint(x=np.zeros(1)).save(tmp_path / "c")
-    for data in (RIGHT, *map(safetensors, HEADERS), *LENGTHS, pickle.dumps(Bomb()), b"", b"\0" * 8):
+    for data in (RIGHT, GAP, *map(safetensors, HEADERS), *LENGTHS, pickle.dumps(Bomb()), b"", b"\0" * 8):
         (tmp_path / "c" / shard_name(0)).write_bytes(data)
         hostile.sign(tmp_path / "c", hostile.body_of(tmp_path / "c"))
         with pytest.raises(errors.CheckpointDamagedError) if data != RIGHT else nullcontext():
@@ -424,6 +425,17 @@ def test_a_generator_that_points_elsewhere(tmp_path: Path, kind: str, name: str,
     with pytest.raises(errors.CheckpointMismatchError, match=name):
         checkpoint.restore(tmp_path / "c")
     hostile.draw_from(generator)
+
+
+@one_rank
+def test_a_number_of_steps_of_another_dtype(tmp_path: Path) -> None:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        weights, adam = ms.Variable([1.0]), ms.optimizers.Adam()
+        adam.build([weights])
+        ms.Checkpoint(adam=adam, weights=weights).save(tmp_path / "c")
+        rewritten(tmp_path / "c", lambda content: item(content, "adam/iterations", 2, "<f8"))
+        with pytest.raises(errors.CheckpointMismatchError, match="no number of steps"):
+            ms.Checkpoint(adam=ms.optimizers.Adam(), weights=weights).restore(tmp_path / "c")
 
 
 # ------------------------------------------------------------------------------------------------ links

@@ -12,6 +12,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from preempted import runs_in
@@ -19,7 +20,7 @@ from replicas import long_lane
 from slurm_bed import SlurmBed
 from slurm_user import NEEDS_SLURM, SAVE_EVERY, STEPS, User, needs_srun, twice
 
-pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, pytest.mark.timeout(240), needs_srun]
+pytestmark = [*NEEDS_SLURM, pytest.mark.timeout(240), needs_srun]
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,6 @@ def lost(user: User, job: str, silently: bool = False) -> None:
         user.bed.revive("node2")
 
 
-def lost_silently(user: User, job: str) -> None:
-    lost(user, job, silently=True)
-
-
 def missed_by_slurm(user: User, job: str) -> None:
     user.made(7)
     user.bed.crash("node2")
@@ -86,10 +83,6 @@ def gives_way(user: User, job: str, grace: int = 4) -> None:
     user.bed.run("scontrol", "update", "partition=test", f"gracetime={grace}")
     urgent = ["sbatch", "--wait", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true"]
     assert user.bed.run(*urgent, cwd=user.folder, env=user.environment).returncode == 0
-
-
-def gives_way_at_once(user: User, job: str) -> None:
-    gives_way(user, job, grace=0)
 
 
 def cut_off(user: User, job: str) -> None:
@@ -109,17 +102,17 @@ def hangs(user: User, job: str) -> None:
 
 HEARD_OF = "stopped with status 75; back to the queue"
 #: What happens; what the job says of it; the options of the training, and what its first start has more.
-DAYS: dict[str, tuple[Callable[[User, str], None], str, str, str]] = {
+DAYS: dict[str, tuple[Callable[[User, str], object], str, str, str]] = {
     "told": (told, HEARD_OF, "", ""),
     "told, deaf": (told, "stopped with status .*; back to the queue", "--deaf", ""),
     "told by Slurm": (told_by_slurm, HEARD_OF, "", "--pause 2"),
     "a node is lost": (lost, "restart 1", "", ""),
-    "a node is lost, and nobody hears of it": (lost_silently, "restart 1", "", ""),
+    "a node is lost, and nobody hears of it": (partial(lost, silently=True), "restart 1", "", ""),
     "Slurm misses a node": (missed_by_slurm, "restart 1", "", ""),
     "Slurm misses a node, deaf": (missed_by_slurm, "restart 1", "--deaf", ""),
     "a more urgent job": (gives_way, r"told to stop \(SIGTERM", "", ""),
     "a more urgent job, deaf": (gives_way, "restart 1", "--deaf", ""),
-    "a more urgent job at once": (gives_way_at_once, "restart 1", "", ""),
+    "a more urgent job at once": (partial(gives_way, grace=0), "restart 1", "", ""),
     "the network stops": (cut_off, "back to the queue", "", ""),
     "a rank hangs": (hangs, "back to the queue", "", "--tell 8:1:SIGSTOP"),
 }
@@ -199,7 +192,6 @@ def test_a_chain_has_one_successor_after_the_loss_of_a_node(user: User, whole: d
 
 FAILS = {
     "raise ValueError('of this rank')": "failed with ValueError on rank 1: of this rank",
-    "sys.exit(3)": "failed with status 3 on rank 1",
     "os.kill(os.getpid(), signal.SIGSEGV)": "was ended: .*Segmentation fault",
 }
 

@@ -87,12 +87,10 @@ SINGLE = {
 
 #: The fault; the check that finds it; the verdict; words of what it says; words of the cure; the ranks that it names.
 FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
-    "N singletons": (
-        job(on(ALL, **SINGLE), 1), "launch", BAD, ["4 programs of one rank each"], "srun --mpi=pmi2", set(),
-    ),
-    "the launcher's PMI is none": (
-        job(on(ALL, **SINGLE), 1), "launch", BAD, ["it offers no PMI, and MPICH 5.0.2 speaks PMI"], "SLURM_MPI_TYPE",
-        set(),
+    "N singletons, since the launcher's PMI is none": (
+        job(on(ALL, **SINGLE), 1), "launch", BAD,
+        ["4 programs of one rank each", "it offers no PMI, and MPICH 5.0.2 speaks PMI"],
+        "`srun --mpi=pmi2` For all steps: export SLURM_MPI_TYPE", set(),
     ),
     "the wrong PMI": (
         job(on(ALL, **SINGLE | {"pmi": ("PMI",), "library": "Open MPI v5.0.11"}), 1),

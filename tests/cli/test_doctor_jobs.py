@@ -9,12 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import launching
 import pytest
 
 import mpistrategy
+from mpistrategy.cli.doctor import cuda_trial
+from mpistrategy.cli.ranks import Ranks
+from mpistrategy.mpi.gpu.cuda_aware import Outcome
 
 Launch = Callable[..., launching.Finished]
 DOCTOR = ["-m", "mpistrategy", "doctor"]
@@ -45,27 +49,22 @@ class Said(NamedTuple):
     fix: str
 
 
-class Planted(NamedTuple):
-    """Faults that do not hide each other: what the doctor says of each, what plants them, and variables."""
-
-    said: tuple[Said, ...]
-    plant: str = ""
-    env: dict[str, str] = {}  # noqa: RUF012
-
-
-#: MPICH counts two nodes, which have names of their own.
-NAMED = "uname = os.uname()\nos.uname = lambda: os.uname_result((uname[0], f'node{rank}', *uname[2:]))\n"
+#: MPICH counts two nodes.
 NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
-JOBS = {
-    "threads and NumPy": Planted(
+#: Faults that do not hide each other: what the doctor says of them, what plants them, and variables.
+JOBS: dict[str, tuple[tuple[Said, ...], str, dict[str, str]]] = {
+    "threads, NumPy, variables of one rank, hidden GPUs": (
         (
             Said("cores", "bad", "OMP_NUM_THREADS=16", "export OMP_NUM_THREADS="),
             Said("versions", "bad", "1.0.0 on rank 1", "one environment"),
+            Said("thread level", "bad", "serialized on rank 1", "for all ranks alike"),
+            Said("gpus", "bad", "hides", "unset CUDA_VISIBLE_DEVICES"),
         ),
-        "import numpy\nif rank: numpy.__version__ = '1.0.0'",
-        {"OMP_NUM_THREADS": "16", "OPENBLAS_NUM_THREADS": "16"},
+        "import numpy\nif rank:\n    numpy.__version__ = '1.0.0'\n"
+        "    os.environ['MPI4PY_RC_THREAD_LEVEL'] = 'serialized'",
+        {"OMP_NUM_THREADS": "16", "OPENBLAS_NUM_THREADS": "16", "CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "1"},
     ),
-    "one thread, two MPIs, one GPU": Planted(
+    "one thread, two MPIs, one GPU": (
         (
             Said("thread level", "bad", "single", "unset MPI4PY_RC_THREAD_LEVEL"),
             Said("mpi", "bad", "libmpi.so.99", "LD_DEBUG=libs"),
@@ -77,23 +76,15 @@ JOBS = {
         "from gpu_here import visible\ngpu = visible('GPU-1')\ngpu.__enter__()",
         {"MPI4PY_RC_THREAD_LEVEL": "single"},
     ),
-    "variables of one rank, hidden GPUs": Planted(
+    "a host that shares no memory, TCP": (
         (
-            Said("thread level", "bad", "serialized on rank 1", "for all ranks alike"),
-            Said("gpus", "bad", "hides", "unset CUDA_VISIBLE_DEVICES"),
+            Said("nodes", "bad", "share no memory", "--ipc=host"),
+            Said("network", "bad", "beside InfiniBand", "FI_PROVIDER"),
         ),
-        "if rank: os.environ['MPI4PY_RC_THREAD_LEVEL'] = 'serialized'",
-        {"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "1"},
-    ),
-    "a host that shares no memory": Planted(
-        (Said("nodes", "bad", "share no memory", "--ipc=host"),), env=NODES
-    ),
-    "TCP": Planted(
-        (Said("network", "bad", "beside InfiniBand", "FI_PROVIDER"),),
-        f"{NAMED}from mpistrategy.cli.doctor import network\nnetwork.fabric = lambda: 'InfiniBand'",
+        "from mpistrategy.cli.doctor import network\nnetwork.fabric = lambda: 'InfiniBand'",
         NODES | {"FI_PROVIDER": "tcp"},
     ),
-}  # fmt: skip
+}
 SECRETS = {
     "WANDB_API_KEY": "0f3c9a7be1d2",
     "SLURM_JOB_COMMENT": "token=s3cr3t-of-mine",
@@ -114,7 +105,7 @@ def judge(stdout: str, *said: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(name, marks=of_mpich if NODES.items() <= JOBS[name].env.items() else ()) for name in JOBS]
+    "names", [pytest.param(name, marks=of_mpich if NODES.items() <= JOBS[name][2].items() else ()) for name in JOBS]
 )
 def test_planted_faults_are_named_with_their_cures(launch: Launch, names: str) -> None:
     said, plant, env = JOBS[names]
@@ -151,17 +142,20 @@ def alone(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.one_rank
-def test_a_launcher_that_mpi_does_not_know() -> None:
-    done = alone(sys.executable, *DOCTOR, **STEP)
-    judge(done.stdout, Said("launch", "bad", "srun started it as rank 0 of 2", "srun --mpi=pmi"))
-    assert done.returncode == 1
-
-
-@of_mpich
-@pytest.mark.one_rank
-def test_a_pmi_that_mpich_does_not_speak() -> None:
-    done = alone(sys.executable, *DOCTOR, PMIX_NAMESPACE="a", **STEP)
-    judge(done.stdout, Said("launch", "bad", "offers PMIx, which MPICH", "srun --mpi=pmi2"))
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({}, Said("launch", "bad", "srun started it as rank 0 of 2", "srun --mpi=pmi")),
+        pytest.param(
+            {"PMIX_NAMESPACE": "a"},
+            Said("launch", "bad", "offers PMIx, which MPICH", "srun --mpi=pmi2"),
+            marks=of_mpich,
+        ),
+    ],
+)
+def test_a_launcher_or_its_pmi_that_mpi_does_not_know(env: dict[str, str], said: Said) -> None:
+    done = alone(sys.executable, *DOCTOR, **STEP, **env)
+    judge(done.stdout, said)
     assert done.returncode == 1
 
 
@@ -202,10 +196,9 @@ cuda = SimpleNamespace(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_gpu_memory_is_given_to_mpi_and_the_outcome_kept(launch: Launch, tmp_path: Path, wrong: int) -> None:
-    """The word of the user says that MPI takes GPU memory; two ranks try it, with a CuPy that errs."""
-    (tmp_path / "cupy.py").write_text(CUPY.replace("{wrong}", str(wrong)))
+def test_gpu_memory_is_given_to_mpi_and_the_outcome_kept(launch: Launch, tmp_path: Path) -> None:
+    """The word of the user says that MPI takes GPU memory; two ranks try it."""
+    (tmp_path / "cupy.py").write_text(CUPY.format(wrong=0))
     (tmp_path / "cupyx.py").write_text("from numpy import empty as empty_pinned")
     path = os.pathsep.join((str(tmp_path), SOURCE))
     env = {"PYTHONPATH": path, "MPISTRATEGY_CUDA_AWARE": "1", "XDG_CACHE_HOME": str(tmp_path)}
@@ -214,11 +207,18 @@ def test_gpu_memory_is_given_to_mpi_and_the_outcome_kept(launch: Launch, tmp_pat
     )
     job = launch(2, program(plant, "--json"), env=env)
     shared = Said("gpus", "bad", "ranks 0, 1", "--gpus-per-task")
-    said = Said("cuda-aware", "bad", "came back wrong", "export MPISTRATEGY_CUDA_AWARE=0")
-    judge(job.stdout, shared, said if wrong else Said("cuda-aware", "ok", "yes, tried: 2 ranks, ", ""))
+    judge(job.stdout, shared, Said("cuda-aware", "ok", "yes, tried: 2 ranks, ", ""))
     assert "gives GPU memory to MPI. If this ends here: export MPISTRATEGY_CUDA_AWARE=0" in job.stderr, job
     [kept] = (tmp_path / "mpistrategy").glob("*-gpu*")
-    assert json.loads(kept.read_text())["outcome"] == ("wrong" if wrong else "right")
+    assert json.loads(kept.read_text())["outcome"] == "right"
+
+
+@pytest.mark.one_rank
+def test_gpu_memory_that_comes_back_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("cupy", CUPY.format(wrong=1)), ("cupyx", "from numpy import empty as empty_pinned")):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        exec(text, vars(sys.modules[name]))
+    assert cuda_trial._trial(Ranks(), 0) == Outcome("wrong", "other numbers than were sent")
 
 
 @pytest.mark.each_mpi

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import launching
@@ -104,21 +101,6 @@ time.sleep(120)
 """
 
 
-def tree(process: int) -> Iterator[int]:
-    """Yield a process and all its descendants."""
-    yield process
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        for child in path.read_text().split():
-            yield from tree(int(child))
-
-
-def has_ended(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] in "ZX"
-    except OSError:
-        return True
-
-
 @pytest.mark.each_mpi
 @pytest.mark.slow
 def test_a_job_keeps_its_files_until_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,26 +111,22 @@ def test_a_job_keeps_its_files_until_it_is_killed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(leftovers, "folders", lambda: ("/dev/shm", str(temporary)))
     with subprocess.Popen(
         [*launching._mpiexec(), "-n", "2", sys.executable, str(launching.program(WORKS, tmp_path))],
-        env=launching.environment() | {"TMPDIR": str(temporary)},
+        env=launching.environment() | {"TMPDIR": str(temporary), launching.JOB_MARK: str(tmp_path)},
         stdout=subprocess.PIPE,
         start_new_session=True,
+        text=True,
     ) as job:
         assert job.stdout is not None
         try:
-            assert b"works" in job.stdout.readline()
-            used = "\n".join(path for pid in tree(job.pid) for path in leftovers.used_by(f"/proc/{pid}"))
+            assert "works" in job.stdout.readline()
+            processes = launching._marked(str(tmp_path))
+            used = "\n".join(path for process in processes for path in leftovers.used_by(f"/proc/{process}"))
             own = {str(path) for folder in leftovers.folders() for path in Path(folder).iterdir() if str(path) in used}
             if not own:
                 pytest.skip("this MPI has nothing that could be left")
             assert own.isdisjoint(leftovers.leftover_paths())
         finally:
-            processes = [*tree(job.pid)]  # all of them, before the first one is killed
-            for process in processes:
-                os.kill(process, signal.SIGKILL)
-    end = time.monotonic() + 60
-    while not all(map(has_ended, processes)):  # until then it keeps its files
-        assert time.monotonic() < end
-        time.sleep(0.01)
+            launching._kill(job, str(tmp_path))
     # Other tests of this machine leave something, too, and use what they have.
     gone = sorted(own & {*leftovers.leftover_paths()})
     assert gone

@@ -17,7 +17,7 @@ from pages import GUIDE
 
 import mpistrategy as ms
 from mpistrategy.cli import main
-from mpistrategy.cli.guide import pages, reference, terminal
+from mpistrategy.cli.guide import command, pages, reference
 
 pytestmark = pytest.mark.one_rank
 
@@ -78,15 +78,6 @@ def test_the_package_names_pages_that_exist() -> None:
     assert sorted(named - pages.pages().keys()) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "named"), [("consepts", "concepts"), ("MismatchError", "CollectiveMismatchError"), ("x", "--list")]
-)
-def test_what_is_no_page(capsys: pytest.CaptureFixture[str], given: str, named: str) -> None:
-    told = said(capsys, given, status=2)
-    assert f"there is no page {given!r}; " in told
-    assert named in told
-
-
 def test_a_word_is_found_with_page_and_section(capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys, "--search", "EXPECT_LONG")
     assert re.search(r"(?m)^errors: ", found)
@@ -94,15 +85,27 @@ def test_a_word_is_found_with_page_and_section(capsys: pytest.CaptureFixture[str
     assert re.search(r"(?m)^  and \d+ more$", said(capsys, "--search", "collective"))
 
 
-@pytest.mark.parametrize("word", ["  ", "qqqqqq"])
-def test_a_word_that_is_nowhere(capsys: pytest.CaptureFixture[str], word: str) -> None:
-    assert f"no page has {word!r}; mpistrategy guide --list" in said(capsys, "--search", word, status=2)
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["consepts"],
+            "found the page 'consepts'; expected a page of mpistrategy guide --list, an error or a warning. ",
+        ),
+        (["consepts"], "Did you mean 'concepts'?"),
+        (["CollectiveMismatch"], "Did you mean 'CollectiveMismatchError'?"),
+        (["--search", "  "], "found the word '  '; expected a word of some page"),
+        (["--search", "qqqqqq"], "found the word 'qqqqqq'"),
+    ],
+)
+def test_what_is_nowhere(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+    assert told in said(capsys, *arguments, status=2)
 
 
 def test_links_become_what_can_be_typed() -> None:
     text = "![A rank](b.svg)\n[a](b-c.md#d), [x](#y), [z](https://example.org)\n\n"
     block = "```text\n[i](j.md) <!-- k -->\n```\n"
-    assert terminal.for_terminal(f"{text}{block}<!-- gone -->\nend") == (
+    assert command.for_terminal(f"{text}{block}<!-- gone -->\nend") == (
         f"(Picture: A rank)\na (`mpistrategy guide b-c`), x, z (https://example.org)\n\n{block}end"
     )
 

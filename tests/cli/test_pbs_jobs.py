@@ -11,7 +11,7 @@ from typing import Any
 
 import launching
 import pytest
-from slurm_scripts import script
+from slurm_scripts import executable, script
 
 pytestmark = [
     pytest.mark.one_rank,
@@ -29,10 +29,8 @@ STEPS = ("example.py", "--steps", "40", "--pause", "0.1", "--save-every", "10")
 def pbs_job(tmp_path: Path, template: str, **statement: Any) -> tuple[int, str]:
     """Run a script as PBS would, on this machine as two nodes of one rank; return its status and what it wrote."""
     for name in ("qsub", "qdel", "qrerun"):
-        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{tmp_path}/told\necho 8.server\n')
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "qstat").write_text("#!/bin/bash\necho '    run_count = 3'\n")
-    (tmp_path / "qstat").chmod(0o755)
+        executable(tmp_path / name, f'echo "{name} $*" >>{tmp_path}/told\necho 8.server')
+    executable(tmp_path / "qstat", "echo '    run_count = 3'")
     (tmp_path / "told").touch()
     shutil.copy(ROOT / "slurm" / "example.py", tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
@@ -51,30 +49,28 @@ def pbs_job(tmp_path: Path, template: str, **statement: Any) -> tuple[int, str]:
     return done.returncode, (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("template", ["multi_node", "array"])
+@pytest.mark.parametrize("template", ["multi_node", "array", "chain"])
 def test_a_job_under_pbs(tmp_path: Path, template: str) -> None:
     status, written = pbs_job(tmp_path, template, arguments=["--steps", "10"])
     assert (status, "example.py on 2 ranks: made all 10 steps" in written) == (0, True), written
-    assert "job 7.server: the program ended with status 0" in written
+    if template == "chain":
+        submitted, taken_back = (tmp_path / "told").read_text().splitlines()
+        assert submitted.startswith("qsub -W depend=afterany:7.server -v CHAIN_LINK=2,CHAIN_BEFORE=7.server ")
+        assert taken_back == "qdel 8.server"
+        assert "the program is done; the chain ends here" in written
+    else:
+        assert "job 7.server: the program ended with status 0" in written
 
 
-@pytest.mark.parametrize("template", ["requeue", "chain"])
-def test_a_job_under_pbs_is_told_before_its_time_is_up(tmp_path: Path, template: str) -> None:
+def test_a_job_under_pbs_is_told_before_its_time_is_up(tmp_path: Path) -> None:
     """By its own clock, since PBS sends no signal; then it goes on, and is done."""
     slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": 1, "signal_lead": 55}
-    status, written = pbs_job(tmp_path, template, **slow)
+    status, written = pbs_job(tmp_path, "requeue", **slow)
     assert (status != 0, "the time is nearly up" in written) == (True, True), written
-    told, again = (tmp_path / "told").read_text(), f"the program stopped with status {status}; "
-    if template == "requeue":
-        assert f"{again}back to the queue" in written
-        assert "restart 2 of 10" in written
-        assert told == "qrerun 7.server\n"
-    else:
-        assert f"{again}job 8.server goes on" in written
-        assert told.startswith("qsub -W depend=afterany:7.server -v CHAIN_LINK=2,CHAIN_BEFORE=7.server ")
-    (tmp_path / "told").unlink()
-    done, written = pbs_job(tmp_path, template, arguments=[*STEPS[1:]])
+    assert f"the program stopped with status {status}; back to the queue" in written
+    assert "restart 2 of 10" in written
+    assert (tmp_path / "told").read_text() == "qrerun 7.server\n"
+    done, written = pbs_job(tmp_path, "requeue", arguments=[*STEPS[1:]])
     # On a busy machine it is told before it has begun, and saves nothing.
     assert (done, "goes on after step" in written) == (0, status == 75), written
     assert "the program is done" in written
-    assert ("qdel 8.server" in (tmp_path / "told").read_text()) == (template == "chain")

@@ -44,13 +44,10 @@ print(sys.argv, sys.path[0], __name__, __file__, __package__ or "", __doc__, __c
 print(__spec__ and (__spec__.name, __spec__.parent), vars(main) is globals(), main.__name__)
 """
 ENDS = {
-    "the end": "print('done')",
-    "exit 3": "import sys\nsys.exit(3)",
     "exit with words": "raise SystemExit('the reason')",
     "exception": "def f():\n    raise ValueError('the reason')\nf()",
     "KeyboardInterrupt": "raise KeyboardInterrupt",
     "syntax error": "def f(:\n    pass",
-    "failing import": "import no_such_module_at_all",
     "a hook": "import sys\nsys.excepthook = lambda kind, *rest: print('mine', kind.__name__)\n1 / 0",
     "an atexit callback that needs the program's names": (
         "import atexit, pickle\nclass Of:\n    pass\n"
@@ -75,8 +72,7 @@ def folder(launch: Launch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "who.py a --timeout -h",
-        "./who.py -- x",
+        "./who.py a --timeout -h -- x",
         "link.py",
         "-m who a -c b",
         "-m package --only",
@@ -104,24 +100,9 @@ def test_a_program_ends_as_by_python(folder: Path, how: str) -> None:
     assert {*theirs.stderr.splitlines()} <= {*ours.stderr.splitlines()}  # there are frames of this package, too
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ("", "name one program"),
-        ("-m", "name one program"),
-        ("--chek all who.py", "unrecognized arguments: --chek"),
-    ],
-)
-def test_what_is_refused(folder: Path, arguments: str, what: str) -> None:
-    job = alone(*RUN, *arguments.split(), cwd=folder)
-    assert job.returncode == 2
-    assert what in job.stderr
-    assert "Traceback" not in job.stderr
-
-
 @pytest.mark.each_mpi
 def test_options_become_variables(folder: Path) -> None:
-    given = {"INJECT": "rank=2, at=allreduce#17, do=kill"}
+    given = {"INJECT": "rank=2, at=allreduce#17, do=kill", "TRACE": "a folder"}
     options = [word for name, value in given.items() for word in (f"--{name.lower()}", value)]
     text = f"import os; print([os.environ['MPISTRATEGY_' + name] for name in {list(given)}])"
     job = alone(*RUN, *options, "-c", text)
@@ -144,16 +125,17 @@ def test_a_signal_shows_the_stack(folder: Path, name: str) -> None:
 # ------------------------------------------------------------------------------------- the end of one of two ranks
 
 
-@pytest.mark.each_mpi
-def test_all_ranks_exit_together_and_the_first_says_so(launch: Launch, tmp_path: Path) -> None:
-    job = launch(2, [*RUN, launching.program("import sys\nsys.exit(7)", tmp_path)])
-    assert job.returncode == 7, job
-    assert job.stderr.count("SystemExit: 7") == job.stderr.count("[rank 0/2] ended with status 7: ") == 1, job
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """The file in which the ranks say how the program ended."""
+    path = tmp_path / "mark"
+    path.touch()
+    return path
 
 
 @pytest.mark.each_mpi
 @pytest.mark.slow
-def test_ranks_that_have_agreed_to_stop_end_without_a_word(launch: Launch, tmp_path: Path) -> None:
+def test_ranks_that_have_agreed_to_stop_end_without_a_word(launch: Launch, tmp_path: Path, mark: Path) -> None:
     source = """
     import os, signal, sys
     import numpy as np
@@ -169,8 +151,9 @@ def test_ranks_that_have_agreed_to_stop_end_without_a_word(launch: Launch, tmp_p
 
     train()
     """
-    job = launch(2, [*RUN, launching.program(source, tmp_path), tmp_path / "run"])
+    job = launch(2, [*RUN, "--unfinished", mark, launching.program(source, tmp_path), tmp_path / "run"])
     assert job.returncode == 75, job
+    assert mark.read_text().startswith("begun\nstopped with status 75\n"), job
     assert "told to stop" in job.stdout + job.stderr, job
     assert "SystemExit" not in job.stderr, job
 
@@ -191,20 +174,18 @@ def test_one_job_of_two_programs(launch: Launch, tmp_path: Path, how: str) -> No
 @pytest.mark.parametrize(
     ("source", "status", "left"),
     [
-        ("import os\nos.chdir('/')\nfrom mpi4py import MPI\nMPI.Finalize()\n", 0, None),
-        ("import sys\nsys.exit(75)\n", 75, "begun\nstopped with status 75\n"),
-        ("import sys\nsys.exit(3)\n", 3, "failed with status 3 on rank "),
-        ("1 / 0\n", 1, "failed with ZeroDivisionError on rank "),
+        ("import os\nos.chdir('/')\nfrom mpi4py import MPI\nMPI.Finalize()\n", 0, ""),
+        pytest.param("import sys\nsys.exit(3)\n", 3, "failed with status 3 on rank ", marks=pytest.mark.each_mpi),
+        ("import mpistrategy.options as o\no.CommunicationOptions(-1)\n", 1, "failed with OptionError on rank "),
     ],
 )
 def test_a_file_says_how_the_program_ended(
-    launch: Launch, tmp_path: Path, source: str, status: int, left: str | None
+    launch: Launch, tmp_path: Path, mark: Path, source: str, status: int, left: str
 ) -> None:
-    """It is taken away at a good end."""
-    mark = tmp_path / "mark"
-    mark.touch()
+    """It is taken away at a good end.  Where all ranks exit together, the first says so."""
     (tmp_path / "job.py").write_text(source)
-    job = launch(2, ["-m", "mpistrategy", "run", "--unfinished", "mark", "job.py"], cwd=tmp_path)
-    assert (job.returncode, mark.exists()) == (status, left is not None), job
-    assert left is None or left in mark.read_text()
+    job = launch(2, [*RUN, "--unfinished", "mark", "job.py"], cwd=tmp_path)
+    assert (job.returncode, mark.exists()) == (status, bool(left)), job
+    assert not left or left in mark.read_text()
     assert status or not job.stderr.strip(), job
+    assert job.stderr.count("SystemExit: 3") == job.stderr.count("[rank 0/2] ended with status 3: ") == (status == 3)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -26,17 +26,10 @@ from mpistrategy.mpi.watchdog.status_board import RankStatus
 pytestmark = pytest.mark.one_rank
 
 HANGING = """
-import os, signal, time
-import numpy as np
+import os, signal
 import mpistrategy as ms
 
 strategy = ms.MirroredStrategy()
-
-
-def step():
-    if strategy.replica_id_in_sync_group == 2:
-        time.sleep(0.01)  # the load that this rank has and the others have not
-    return ms.get_replica_context().all_reduce("SUM", np.ones(3))
 
 
 def shuffle():
@@ -44,61 +37,44 @@ def shuffle():
     signal.pause()
 
 
-for _ in range(70):
-    strategy.run(step)
 if strategy.replica_id_in_sync_group == 1:
     shuffle()
-strategy.run(step)
+strategy.reduce("SUM", [1.0, 2.0, 3.0])
 """
 
 
 @pytest.mark.slow
 def test_a_job_that_hangs_is_read_from_outside(tmp_path: Path) -> None:
-    command = [*launching._mpiexec(), "-n", "3", sys.executable, "-m", "mpistrategy", "run"]
+    """By a process of this node; test_slurm_jobs.py does it by Slurm, and looks at more of the report."""
+    stuck, environment = tmp_path / "stuck", launching.environment()
+    run = [sys.executable, "-m", "mpistrategy", "run", str(launching.program(HANGING, tmp_path))]
     with subprocess.Popen(
-        [*command, "--timeout", "20", str(launching.program(HANGING, tmp_path))],
+        [*launching._mpiexec(), "-n", "3", *run],
         cwd=tmp_path,
-        env=launching.environment(),
+        env=environment | {launching.JOB_MARK: str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ) as job:
         try:
-            done = _asked_until_it_hangs(tmp_path / "stuck")
+            end = time.monotonic() + 60
+            while not (stuck.exists() and stuck.read_text()):
+                assert time.monotonic() < end, "the job does not start"
+                time.sleep(0.1)
+            doctor = [sys.executable, "-m", "mpistrategy", "doctor", "--pid", stuck.read_text()]
+            while True:
+                done = subprocess.run(doctor, env=environment, capture_output=True, text=True, timeout=30, check=False)
+                if done.returncode == 1 or "cannot be read" in done.stderr:
+                    break
+                assert time.monotonic() < end, f"the job does not hang: {done}"
         finally:
-            stuck = tmp_path / "stuck"
-            if stuck.exists():
-                os.kill(int(stuck.read_text()), signal.SIGKILL)  # its launcher ends the others
-            job.terminate()
-            job.wait(20)
+            launching._kill(job, str(tmp_path))
     if "cannot be read" in done.stderr:
         pytest.skip(f"not run: {done.stderr}")
-    assert done.returncode == 1, done
-    assert re.search(r"rank 1 +in no collective: at \S+ in shuffle; its last was #\d+ Rep", done.stdout), done
-    assert len(re.findall(r"rank [02] +in #\d+ ReplicaContext.all_reduce SUM float64\[3\]", done.stdout)) == 2
+    assert re.search(r"rank 1 +in no collective: at \S+ in shuffle", done.stdout), done
+    assert len(re.findall(r"rank [02] +in #\d+ Strategy.reduce SUM", done.stdout)) == 2, done
     assert "2 of 3 ranks wait; not come: rank 1." in done.stdout, done
     assert f"kill -QUIT {stuck.read_text()}" in done.stdout, done
-    assert re.search(r"ends by itself, with a roll call, \d+ s from now \(timeout 20 s\)", done.stdout), done
-    assert re.search(r"strategy of 3 ranks: \d+ collectives so far; who came last in the last 64, ", done.stdout), done
-    assert re.search(r"rank 2 +last in [3-6]\d on \S+; the first waited \d+(\.\d)? ms for it", done.stdout), done
-
-
-def _asked_until_it_hangs(stuck: Path) -> subprocess.CompletedProcess[str]:
-    end = time.monotonic() + 60
-    while True:
-        if stuck.exists() and (number := stuck.read_text()):
-            done = subprocess.run(
-                [sys.executable, "-m", "mpistrategy", "doctor", "--pid", number],
-                env=launching.environment(),
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=False,
-            )
-            if done.returncode == 1 or "cannot be read" in done.stderr:
-                return done
-        assert time.monotonic() < end, "the job does not start, or does not hang"
-        time.sleep(0.1)
 
 
 # ------------------------------------------------------------------------------------------------ made-up ranks
@@ -206,15 +182,16 @@ def test_nobody_is_slow(words: str) -> None:
 
 def test_what_the_nodes_of_a_job_print(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of several nodes come in any order, mixed with others."""
-    printed = []
+    answers = []
     for name, ranks in (("node1", [0, 1]), ("node2", [2, 3])):
         monkeypatch.setenv("SLURMD_NODENAME", name)
         calls = calls_of(ranks, [(100 * n, 100 * n + 4) for n in range(200)])
-        printed += running_job.answer(View([working(rank) for rank in ranks], [calls], []))
+        answers.append(running_job.answer(View([working(rank) for rank in ranks], [calls], [])))
+    printed = [line for lines in itertools.zip_longest(*answers, fillvalue="") for line in lines]
     assert len(printed) > 4
     assert max(map(len, printed)) < 1000
-    lost = ["srun: a warning", "mpistrategy-view node3 700 AAAA"]
-    found = running_job.read("\n".join([*lost, *printed[::-1]]))
+    lost = ["srun: a warning", "mpistrategy-view node3 AAAA"]
+    found = running_job.read("\n".join([*lost, *printed]))
     assert [status.rank for status in found.statuses] == [0, 1, 2, 3]
     assert found.statuses[3].host == "node2"
     assert len(last_calls.compare(found.calls)[0].numbers) == last_calls.MOST_CALLS

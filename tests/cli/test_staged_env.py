@@ -1,7 +1,7 @@
 """staged_env.sbatch: what it leaves on the nodes' disks, and another user who is there first.
 
-With another user, the script runs with stand-ins for srun and sbcast on one node: nothing of theirs is run, nor taken
-for the job's own folder.  On a real Slurm the environment is a stand-in: a python3 that starts the tests' own Python.
+The script runs with stand-ins for srun and sbcast on one node: nothing of the other user's is run, nor taken for the
+job's own folder.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
-from slurm_scripts import script
-from slurm_user import NEEDS_SLURM, User
+from slurm_scripts import executable, script
 
 pytestmark = [
     pytest.mark.one_rank,
@@ -24,7 +21,7 @@ pytestmark = [
 
 OTHER = 65534
 #: The other user hears of the folder's name when the job is about to make it, and is faster; later they swap `bin`.
-SRUN = """#!/bin/bash
+SRUN = """
 while [[ $1 == --* ]]; do shift; done
 stage=${!#}
 if [[ $* == *mkdir* && $ATTACK ]]; then
@@ -44,14 +41,8 @@ elif [[ $* == *"mpistrategy run"* ]]; then
 fi
 exec "$@"
 """
-SBCAST = '#!/bin/bash\ncp -- "${@: -2:1}" "${@: -1}"\n'
-PYTHON = '#!/bin/bash\necho "runs $0: $*"\n'
-
-
-def executable(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
+SBCAST = 'cp -- "${@: -2:1}" "${@: -1}"'
+PYTHON = 'echo "runs $0: $*"'
 
 
 @pytest.fixture
@@ -124,10 +115,8 @@ def test_a_folder_in_which_others_could_replace_it_ends_the_job(
     tmp_path: Path, local: Path, theirs: Path, how: str
 ) -> None:
     named = {"theirs": theirs, "not there": tmp_path / "none"}.get(how, local)
-    if how == "open to all":
-        local.chmod(0o777)
-    elif how == "open to a group":
-        local.chmod(0o775)
+    if how.startswith("open"):
+        local.chmod(0o777 if how == "open to all" else 0o775)
     elif how == "their link":
         named = tmp_path / "link"
         named.symlink_to(local)
@@ -164,76 +153,3 @@ def test_a_copy_without_a_lock_is_removed_and_nothing_else(tmp_path: Path, local
     assert {path.name for path in local.iterdir()} == set(names.values()) - {names["left behind"]}
     assert done.stderr.count("of a killed job") == 1, done
     assert f"here: removed {local}/{names['left behind']} of a killed job" in done.stderr
-
-
-# ------------------------------------------------------------------------------------------------ on a real Slurm
-
-#: Needs the copy to the end: it imports a module while it ends.
-ENDS_BY_SIGTERM = """
-import signal, sys, time
-
-def save(number, frame):
-    time.sleep(1)
-    import copied
-    print("saved", copied.__file__, flush=True)
-    sys.exit(75)
-
-signal.signal(signal.SIGTERM, save)
-print("works", flush=True)
-time.sleep(120)
-"""
-IGNORES_SIGTERM = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("works", flush=True)
-time.sleep(120)
-"""
-slow, where_there_is_slurm = NEEDS_SLURM
-
-
-def submitted(user: User, program: str) -> str:
-    """Submit a program with a copy of its environment."""
-    environment = user.folder / "environment"
-    executable(
-        environment / "bin" / "python3",
-        f'#!/bin/bash\nPYTHONPATH=${{0%/bin/*}}:$PYTHONPATH exec {sys.executable} "$@"\n',
-    )
-    (environment / "copied.py").touch()
-    with tarfile.open(user.folder / "environment.tar.gz", "w:gz") as archive:
-        archive.add(environment, ".")
-    (user.folder / "program.py").write_text(program)
-    keys = {"nodes": 2, "tasks_per_node": 1, "local": str(user.bed.local), "program": "program.py", "mpi": "none"}
-    # Without MPI, each rank takes itself for the only one.
-    text = script("staged_env", keys).replace(" -m mpistrategy run ", " ")
-    (user.folder / "staged.sbatch").write_text(text)
-    return user.submit("staged.sbatch", "--no-requeue")
-
-
-def left(user: User, node: str) -> list[str]:
-    """Return the copies that are on a node's disk."""
-    done = user.bed.on(node, "ls", str(user.bed.local))
-    assert done.returncode == 0, done
-    return done.stdout.split()
-
-
-@slow
-@where_there_is_slurm
-@pytest.mark.parametrize("program", [ENDS_BY_SIGTERM, IGNORES_SIGTERM], ids=["ends", "killed"])
-def test_after_scancel(user: User, program: str) -> None:
-    """The copy stays until the ranks have ended; what Slurm kills leaves it, and the next job removes it."""
-    job = submitted(user, program)
-    output = user.output(job)
-    user.bed.until(lambda: output.exists() and output.read_text().count("works") == 2, 60, "ranks", output)
-    assert [len(left(user, node)) for node in user.bed.names] == [1, 1]
-    assert user.bed.run("scancel", job).returncode == 0
-    user.bed.until(user.bed.all_idle, 60, "end", output)
-    copies = [left(user, node) for node in user.bed.names]
-    if program == ENDS_BY_SIGTERM:
-        assert output.read_text().count(f"saved {user.bed.local}/mpistrategy-stage-{job}-") == 2
-        assert copies == [[], []]
-        return
-    assert [len(names) for names in copies] == [1, 1]
-    again = submitted(user, "print('works', flush=True)")
-    done = user.bed.wait(again, user.output(again))
-    assert (done.state, done.output.count("of a killed job")) == ("COMPLETED", 2), done.output
-    assert [left(user, node) for node in user.bed.names] == [[], []]

@@ -8,13 +8,14 @@ scalars where TensorFlow has 0-d tensors.  A Python number is not an array.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from .values import ARRAY_KEYS, Json, array_of, is_array, leaves
+from .values import Json, array_of, is_array, leaves
 
 #: Exceptions that tf.distribute documents: ours must be that type or a subclass.
 DOCUMENTED = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError", "IndexError")
@@ -207,22 +208,6 @@ def is_typed_error(outcome: Json) -> bool:
 
 
 def short(node: Json, limit: int = 200) -> str:
-    """Return an encoded value in one readable line."""
-    text = _short(node)
+    """Return an encoded value in one line."""
+    text = json.dumps(node)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def _short(node: Json) -> str:
-    if is_array(node):
-        key = next(k for k in ARRAY_KEYS if k in node)
-        return f"{node['dtype']}{node.get('shape', [])}{node[key]}"
-    match node:
-        case list():
-            return f"[{', '.join(map(_short, node))}]"
-        case {"error": {"type": kind, "message": message}}:
-            return f"{kind}({message[:120]!r})"
-        case {"tuple": children}:
-            return f"({', '.join(map(_short, children))},)"
-        case dict():
-            return f"{{{', '.join(f'{key}: {_short(child)}' for key, child in node.items())}}}"
-    return repr(node)

@@ -1,4 +1,4 @@
-"""Replays cases on ranks; rank 0 judges and writes one line of JSON at each start and end.
+"""Replays cases on ranks; rank 0 judges, and writes a line of JSON for each.
 
 As a program, on exactly the number of ranks that its cases were recorded with, real or simulated:
 
@@ -81,19 +81,13 @@ class SimulatedRanks:
 Ranks = MpiRanks | SimulatedRanks
 
 
-def replay(
-    cases: list[Json],
-    ranks: Ranks,
-    *,
-    started: Callable[[str], None] = lambda case_id: None,
-    ended: Callable[[Result], None] = lambda result: None,
-) -> list[Result]:
+def replay(cases: list[Json], ranks: Ranks, ended: Callable[[Result], None] = lambda result: None) -> list[Result]:
     """Replay cases on all ranks; every rank must give the same list.
 
     Args:
         cases: cases whose num_replicas is the number of ranks.
         ranks: who takes part.
-        started, ended: called on rank 0 before and after each case.
+        ended: called on rank 0 after each case.
 
     Returns:
         the results, on rank 0; an empty list elsewhere.
@@ -106,8 +100,6 @@ def replay(
     for case in cases:
         if on_device.is_left_out(case["id"]):
             continue
-        if ranks.rank == 0:
-            started(case["id"])
         outcomes = ranks.gather_json(replay_one(case, ranks))
         if ranks.rank == 0:
             twins = [twin for twin in by_name[case["id"].partition("@")[0]] if kind_of(twin) != kind_of(case)]
@@ -150,22 +142,16 @@ def main() -> None:
     wanted = set(work["ids"])
     cases = [case for case in load_cases(Path(work["oracle"])) if case["id"] in wanted]
 
-    def write(line: Json) -> None:
-        with results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def started(case_id: str) -> None:
-        write({"started": case_id})
-
     def ended(result: Result) -> None:
-        write({"ended": dataclasses.asdict(result)})
+        with results.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
 
     if sys.argv[3:4] == ["--simulated"]:
-        run_replicas(lambda: replay(cases, SimulatedRanks(), started=started, ended=ended), int(sys.argv[4]))
+        run_replicas(lambda: replay(cases, SimulatedRanks(), ended), int(sys.argv[4]))
         return
     from mpi4py import MPI
 
-    replay(cases, MpiRanks(MPI.COMM_WORLD.Dup()), started=started, ended=ended)
+    replay(cases, MpiRanks(MPI.COMM_WORLD.Dup()), ended)
 
 
 if __name__ == "__main__":

@@ -164,10 +164,9 @@ def facts(case: Json, name: str) -> set[str]:
     text: the inputs as one line of JSON.
     reduction, spelling: the reduce op, and whether it is a string, an enum, an aggregation, or something else.
     leaf: kinds of the reduced values: number, bool, string, none, object, tensor, ndarray, sparse.
-    dtype: the dtypes of arrays among them; beside: of those in a nest or a batch of several leaves.
+    dtype: the dtypes of arrays among them.
     start: the dtype, or the kind, of a variable's initial value.
     structure: "nest" where a replica's value is one, "several" where the replicas' values differ in it.
-    device: "impossible" where one is named that no replica has.
     """
     inputs = case.get("inputs") or {}
     match name:
@@ -185,9 +184,6 @@ def facts(case: Json, name: str) -> set[str]:
             return set(map(_leaf_kind, leaves(_values(inputs))))
         case "dtype":
             return _dtypes(leaves(_values(inputs)))
-        case "beside":
-            nests = inputs.get("per_replica") or [[pair[0] for pair in inputs.get("pairs", ())]]
-            return set().union(*(_dtypes(leaves(nest)) for nest in nests if len(leaves(nest)) > 1))
         case "start":
             start = leaves(inputs.get("initial"))
             return _dtypes(start) | set(map(_leaf_kind, start))
@@ -197,16 +193,7 @@ def facts(case: Json, name: str) -> set[str]:
             found = {json.dumps(_structure(child)) for child in values}
             nests = {"nest"} if found - {'"*"', '"sparse"'} else set()
             return nests | ({"several"} if len(found) > 1 else set())
-        case "device":
-            return {"impossible"} if _names_no_device(inputs, case["num_replicas"]) else set()
     return {json.dumps(inputs[name]), str(inputs[name])} if name in inputs else set()
-
-
-def _names_no_device(inputs: Json, num_replicas: int) -> bool:
-    kind, _, index = str(inputs.get("reduce_to_device", "")).rpartition(":")
-    destinations = {inputs.get("destinations"), *(pair[1] for pair in inputs.get("pairs", ()))}
-    beyond = kind.endswith("CPU") and int(index) >= num_replicas
-    return beyond or "unknown_device" in destinations or ("other_device" in destinations and num_replicas <= 3)
 
 
 def _op(op: Json) -> dict[str, str]:

@@ -54,6 +54,7 @@ def test_pytrees_in_every_collective(strategy: ms.Strategy) -> None:
     gathered = msj.all_gather(Box(jnp.full((RANK + 1, 2), RANK)), strategy=strategy)
     assert gathered.inner.shape == (TOTAL, 2)
     assert msj.all_reduce({}, strategy=strategy) == {}
+    assert dir(msj) == sorted(msj.__all__)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -107,6 +108,7 @@ def uses_of(strategy: ms.Strategy) -> dict[str, Callable[[Any], Any]]:
         mean = ms.metrics.Mean()
         sgd = ms.optimizers.SGD(0.1)
         checkpoint = ms.Checkpoint(v=v)
+        buckets = ms.optimizers.SGD(0.1).gradient_buckets([v])
     streams, accumulator = strategy.rng(1), ms.gradients.GradientAccumulator(2)
     arena = strategy.arena({"a": np.ones(2)})
     batches = iter(strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.ones(6), 6)))
@@ -152,6 +154,7 @@ def uses_of(strategy: ms.Strategy) -> dict[str, Callable[[Any], Any]]:
         "update_state of a traced value": lambda x: mean.update_state(x),
         "reset_state": lambda x: mean.reset_state(),
         "accumulate": lambda x: accumulator.add([ones]),
+        "ready": in_step(lambda: buckets.ready(0)),
         "apply_gradients": in_step(lambda: sgd.apply_gradients([(ones, v)])),
         "a variable": lambda x: ms.Variable(1.0),
         "a checkpoint": lambda x: checkpoint.save("never written"),

@@ -37,12 +37,12 @@ def train(name, *arguments, part=WORLD):
 
 
 port, pair = Path(sys.argv[1]), WORLD.Split(WORLD.rank == 2)
-train("on 2" if WORLD.rank < 2 else "on 1", "--steps", "50", part=pair)
-train("on 3", "--steps", "50")
-train("begun", "--steps", "20")
+train("on 2" if WORLD.rank < 2 else "on 1", "--steps", "20", part=pair)
+train("on 3", "--steps", "20")
+train("begun", "--steps", "8")
 WORLD.Barrier()
 if WORLD.rank < 2:
-    train("resumed", "--steps", "50", "--restore", "begun", part=pair)
+    train("resumed", "--steps", "20", "--restore", "begun", part=pair)
 """
 
 

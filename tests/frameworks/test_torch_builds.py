@@ -103,7 +103,33 @@ def test_ranks_with_different_numbers_of_batches_join() -> None:
     assert not torch.equal(model.module[0].weight, network()[0].weight)
 
 
+def test_statistics_of_batches_are_those_of_the_first_rank() -> None:
+    model = DDP(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)))
+    statistics = model.module[0].running_mean
+    for number in range(3):
+        first = statistics.clone()
+        dist.broadcast(first, 0)
+        rows = MINE + number * RANK
+        loss_of(model, rows).backward()
+        torch.testing.assert_close(statistics, 0.9 * first + 0.1 * rows.mean(0))
+
+
 # ---------------------------------------------------------------------------------------------------------- sharding
+
+
+def test_an_optimizer_in_parts_trains_as_one_process() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, single = DDP(network()), network()
+    momentum = {"lr": 0.1, "momentum": 0.9}
+    parts = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **momentum)
+    alone = torch.optim.SGD(single.parameters(), **momentum)
+    for each, optimizer, rows in ((model, parts, MINE), (single, alone, ROWS)):
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss_of(each, rows).backward()
+            optimizer.step()
+    close(list(model.parameters()), list(single.parameters()))
 
 
 def norm_alone() -> Any:

@@ -213,3 +213,6 @@ def test_global_batches_are_the_same_on_one_rank_and_on_many_and_an_epoch_goes_o
     assert [set(batch.tolist()) for batch in resumed.over(loader(resumed, 3 * SIZE))] == whole[2:]
     with pytest.raises(errors.OptionError, match="seed"):
         mst.Sampler(rows, strategy=strategy, seed=9).load_state_dict(resumed.state_dict())
+    for bad in ({"data": rows, "seed": -1}, {"data": -1}):
+        with pytest.raises(errors.OptionError, match="numbers from 0 on"):
+            mst.Sampler(**bad, strategy=strategy)

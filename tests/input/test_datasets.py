@@ -270,32 +270,7 @@ def test_what_is_no_dataset_is_refused_on_every_rank(
     assert still_works(strategy)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind"),
-    [
-        ({"arrays": 3}, errors.BatchError),
-        ({"arrays": []}, errors.BatchError),
-        ({"arrays": [1, 2]}, errors.BatchError),
-        ({"arrays": None}, errors.BatchError),
-        ({"arrays": (np.zeros(2), np.zeros(3))}, errors.BatchError),
-        ({"global_batch_size": 0}, errors.OptionError),
-        ({"global_batch_size": -4}, errors.OptionError),
-        ({"global_batch_size": True}, errors.OptionTypeError),
-        ({"shuffle_seed": -1}, errors.OptionError),
-        ({"epochs": -1}, errors.OptionError),
-    ],
-    ids=str,
-)
-def test_bad_arguments_of_from_arrays(arguments: dict[str, Any], kind: type[Exception]) -> None:
-    good = {"arrays": np.arange(4), "global_batch_size": 2}
-    with pytest.raises(kind, match=r"Dataset\.from_arrays"):
-        ms.Dataset.from_arrays(**{**good, **arguments})
-
-
 def test_bad_options(strategy: ms.MirroredStrategy) -> None:
-    for number in (1, -1):
-        with pytest.raises(errors.OptionError):
-            ms.Dataset.from_arrays(np.arange(4), 2).epoch(number)
     for options, words in (({"drop_remainder": True, "pad": True}, "one of them"), ({"options": {}}, "InputOptions")):
         with pytest.raises(errors.MpiStrategyError, match=words):
             strategy.experimental_distribute_dataset([np.arange(4)], **options)  # type: ignore[arg-type]

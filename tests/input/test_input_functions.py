@@ -45,12 +45,6 @@ def test_the_batch_of_one_replica(replicas: int, size: int) -> None:
             context.get_per_replica_batch_size(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("numbers", [(0, 0, 1), (2, 2, 2), (1, -1, 1), (1, 0, 0), ("1",)])
-def test_numbers_that_are_none_or_out_of_range(numbers: Any) -> None:
-    with pytest.raises(errors.MpiStrategyError, match="InputContext"):
-        ms.InputContext(*numbers)
-
-
 # ------------------------------------------------------------------------------------------- in step
 
 

@@ -42,7 +42,7 @@ class Figures:
     foreign: list[str] = field(default_factory=list)
     slowest: float = 0.0
 
-    def add(self, title: str, call: Callable[[], object]) -> bool:
+    def add(self, title: str, call: Callable[[], object], most_seconds: float = MOST_SECONDS) -> bool:
         """Make a call, and note how it ends; return whether it came to a good end."""
         began, is_fine = time.monotonic(), False
         try:
@@ -51,9 +51,9 @@ class Figures:
         except ms.errors.MpiStrategyError as error:
             self.errors[type(error).__name__] += 1
         except Exception as error:
-            self.foreign.append(f"{title}: {type(error).__name__}: {str(error)[:200]}")
+            self.foreign.append(f"{title}: {type(error).__name__}: {str(error)[-600:]}")
         seconds = time.monotonic() - began
-        self.foreign += [f"{title}: {seconds:.1f} s"] * (seconds > MOST_SECONDS)
+        self.foreign += [f"{title}: {seconds:.1f} s"] * (seconds > most_seconds)
         self.slowest = max(self.slowest, seconds)
         self.read += 1
         self.fine += is_fine

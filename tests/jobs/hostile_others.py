@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import random
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import launching
+import pytest
 from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
 
 import mpistrategy as ms
@@ -26,17 +28,13 @@ def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
     """Read `count` mutated files of thresholds."""
     figures, file = Figures("mutated threshold files"), folder / "paths.json"
     content = {"source": "x", **DEFAULT.sizes()}
-    before = os.environ.get(files.VARIABLE)
-    os.environ[files.VARIABLE] = str(file)
-    try:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv(files.VARIABLE, str(file))
+        warnings.simplefilter("ignore", ms.errors.FallbackWarning)
         for number in range(count):
-            told = text_of(mutated_json(json.loads(json.dumps(content)), dice))
+            told = text_of(mutated_json(dict(content), dice))
             file.write_bytes(told if number % 3 else mutated_bytes(told, dice))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ms.errors.FallbackWarning)
-                figures.add(f"number {number}", lambda: agreed_alone("Open MPI v5.0.11"))
-    finally:
-        os.environ.pop(files.VARIABLE) if before is None else os.environ.update({files.VARIABLE: before})
+            figures.add(f"number {number}", lambda: agreed_alone("Open MPI v5.0.11"))
     return figures
 
 
@@ -71,28 +69,26 @@ strategy.close()
 _STARTING_SECONDS = 10.0
 
 
+def run_with(setting: dict[str, str], program: Path, folder: Path) -> None:
+    """Run a job of 2 ranks; raise the error of ours that it ends with, or AssertionError for any other."""
+    job = launching.launch(2, [program], timeout=_STARTING_SECONDS + MOST_SECONDS, env=setting, cwd=folder)
+    raised = re.findall(r"(?m)^(?:\[rank \d/\d\] )*([A-Za-z_][\w.]*(?:Error|Exception)): ", job.stderr)
+    ours = [each.removeprefix("mpistrategy.errors.") for each in raised if each.startswith("mpistrategy.errors.")]
+    if len(ours) < len(raised) or (job.returncode and not ours):
+        raise AssertionError(f"status {job.returncode}: {job.stderr}")
+    if job.returncode:
+        raise getattr(ms.errors, ours[0])("in a job")
+
+
 def read_environment(folder: Path, pairs: list[tuple[str, str]]) -> Figures:
     """Start a job of 2 ranks with each of these settings."""
     figures = Figures("jobs with one environment variable set to something")
     (folder / "file").write_text("x")
     (folder / "thresholds").write_text('{"format": 2, "paths": {"a": 1}}')
-    if not (folder / "pipe").exists():
-        os.mkfifo(folder / "pipe")
+    os.mkfifo(folder / "pipe")
     program = launching.program(WITH_SETTING, folder)
     for number, (name, value) in enumerate(pairs):
         (here := folder / f"job{number}").mkdir()
-        given = {name: value.replace("{folder}", str(folder)), "FOLDER": str(here)}
-        figures.read += 1
-        try:
-            job = launching.launch(2, [program], timeout=_STARTING_SECONDS + MOST_SECONDS, env=given, cwd=here)
-        except TimeoutError as error:
-            figures.foreign.append(f"{name}={value[:40]!r}: {str(error)[-2000:]}")
-            continue
-        figures.slowest = max(figures.slowest, job.seconds)
-        raised = re.findall(r"(?m)^(?:\[rank \d/\d\] )*([A-Za-z_][\w.]*(?:Error|Exception)): ", job.stderr)
-        ours = {each for each in raised if each.startswith("mpistrategy.errors.")}
-        figures.errors.update(ours)
-        figures.fine += not job.returncode
-        if {*raised} - ours or (job.returncode and not ours):
-            figures.foreign.append(f"{name}={value[:40]!r}: status {job.returncode}: {job.stderr[-600:]}")
+        setting = {name: value.replace("{folder}", str(folder)), "FOLDER": str(here)}
+        figures.add(f"{name}={value[:40]!r}", partial(run_with, setting, program, here), math.inf)
     return figures

@@ -12,10 +12,11 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from mpi4py import MPI
 
@@ -69,6 +70,10 @@ class Finished:
             f"{' '.join(self.command)}\nended with status {self.returncode} after {self.seconds:.1f} s\n"
             f"--- its stdout\n{self.stdout}\n--- its stderr\n{self.stderr}"
         )
+
+
+#: The type of the fixture `launch`.
+Launch: TypeAlias = Callable[..., Finished]
 
 
 def launch(

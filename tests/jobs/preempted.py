@@ -1,7 +1,6 @@
 """A training that is interrupted: goes on where it ended, and writes down at its end all there is, on every rank.
 
-mpiexec -n 3 python preempted.py FOLDER [--steps 20] [--tell STEP:RANK:SIGNAL[:launcher]] [--after SECONDS:RANK]
-    [--deaf]
+mpiexec -n 3 python preempted.py FOLDER [--steps 20] [--tell STEP:RANK:SIGNAL[:launcher]] [--deaf]
 
 In FOLDER: `journal`, a line for each start ("from STEP"), step ("made STEP", by rank 0, before it can be saved) and
 checkpoint that it saves by itself ("saved STEP", once it is there); and `end-RANK.txt` once all steps are made.
@@ -15,7 +14,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -61,7 +59,6 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step")
     parser.add_argument("--save-every", type=int, default=10**6)
     parser.add_argument("--tell", default="", help="STEP:RANK:SIGNAL, or ...:launcher, which hands it on")
-    parser.add_argument("--after", default="", help="SECONDS:RANK; SIGUSR2, whatever that rank is at")
     parser.add_argument("--deaf", action="store_true", help="know nothing of signals")
     at_first = os.environ.get("AT_FIRST", "") if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else ""
     given = parser.parse_args([*sys.argv[1:], *at_first.split()])
@@ -81,8 +78,6 @@ def main() -> None:
     if rank == 0:
         print(f"from step {begun}", flush=True)
     tell = given.tell.split(":")
-    if given.after and given.after.split(":")[1] == str(rank):
-        threading.Timer(float(given.after.split(":")[0]), os.kill, (os.getpid(), signal.SIGUSR2)).start()
 
     def step() -> None:
         number = training.progress["step"] + 1

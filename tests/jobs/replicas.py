@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import ml_dtypes
@@ -27,6 +29,7 @@ ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
 long_lane = pytest.mark.skipif(not ALL, reason="not run: MPISTRATEGY_TEST_ALL=1 runs it")
 #: For what is promised of the ranks of one node: MPICH can pretend that they are on several.
 one_node = pytest.mark.skipif("MPIR_CVAR_NUM_CLIQUES" in os.environ, reason="of one node, and this pretends several")
+several = pytest.mark.mpi(min_size=2)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 RANKS = range(SIZE)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -180,6 +183,35 @@ def outcomes(function: Callable[..., Any], *args: Any) -> list[Outcome]:
         kind, _, words = told.partition("\0")
         results.append(Outcome(getattr(ms.errors, kind, Exception) if kind else None, f"{kind}: {words}"))
     return results
+
+
+@contextmanager
+def raising(error: BaseException, event: str, name: str, after: int = 0) -> Iterator[None]:
+    """Raise in a function of this name, as the handler of a signal may, and say nothing where that comes out.
+
+    Args:
+        error: what is raised, once.
+        event: "call", "return" or "line", as for `sys.settrace`.
+        name: of functions of the package.
+        after: how many such events come before.
+    """
+    before, left = sys.gettrace(), after
+
+    def trace(frame: FrameType, what: str, _: object) -> Any:
+        nonlocal left
+        if (what, frame.f_code.co_name) == (event, name) and "/mpistrategy/" in frame.f_code.co_filename:
+            left -= 1
+            if left < 0:
+                sys.settrace(before)
+                raise error
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with suppress(type(error)):
+            yield
+    finally:
+        sys.settrace(before)
 
 
 def still_works(strategy: ms.Strategy) -> bool:

@@ -1,10 +1,10 @@
 """A real Slurm on this machine, for tests: slurmctld here, and nodes that are a slurmd in namespaces of their own.
 
-Needs root, Linux namespaces, iproute2, and Debian's packages slurm-wlm, munge and (for Open MPI under srun) libpmix2;
-`why_not` says what is missing.  GPUs are made up: devices that do nothing.  A node has its own name, address,
-processes, /dev/shm and `local` folder, and shares the rest of the file system, as nodes of a cluster
-share the home folders. What is in `local` is there again when a node comes back.  Its settings are those that job
-scripts meet on clusters: nodes are missed late, urgent jobs take nodes, jobs are requeued.
+Needs root, Linux namespaces, iproute2, and Debian's packages slurm-wlm, munge and (for Open MPI under srun) libpmix2.
+GPUs are made up: devices that do nothing.  A node has its own name, address, processes, /dev/shm and `local` folder,
+and shares the rest of the file system, as nodes of a cluster share the home folders. What is in `local` is there again
+when a node comes back.  Its settings are those that job scripts meet on clusters: nodes are missed late, urgent jobs
+take nodes, jobs are requeued.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "unshare", "nsenter", "setpriv")
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
 # What Slurm's plugin loads; Debian has it under this name only with libpmix-dev, or where somebody made the link.
 PMIX = glob.glob("/usr/lib/*/pmix2/lib/libpmix.so")
@@ -37,18 +36,6 @@ mount --bind "$3/hosts" /etc/hosts || exit 1
 slurmd -D -c -N "$1" -f "$2" & # not exec: the first process of a node has to bury the orphans
 wait
 """
-
-
-def why_not() -> str:
-    """Return why there can be no Slurm here; "" if there can."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
-    if missing:
-        return f"no {', '.join(missing)} on this machine (Debian: apt-get install slurm-wlm munge libpmix2 iproute2)"
-    if os.geteuid() != 0:
-        return "starting a Slurm for tests needs root"
-    probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"]
-    done = subprocess.run(probe, capture_output=True, check=False)
-    return "this machine allows no namespaces" if done.returncode else ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class Job:
 
 
 class SlurmBed:
-    """A running Slurm with two nodes; a context manager.
+    """A Slurm with two nodes; `close` it also where `start` fails.
 
     Args:
         folder: for everything that belongs to it; its path must be short and without blanks.
@@ -75,8 +62,9 @@ class SlurmBed:
 
     names = ("node1", "node2")
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.local, self.conf = folder, folder / "local", folder / "slurm.conf"
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.local, self.conf = self.folder / "local", self.folder / "slurm.conf"
         number = next(_beds)  # several of one process at the same time
         self._bridge = f"ms{os.getpid() % 10**7}{chr(97 + number % 10)}"
         self._subnet = f"10.{180 + os.getpid() % 40}.{(os.getpid() // 40 + 97 * number) % 250}"
@@ -86,17 +74,6 @@ class SlurmBed:
     def environment(self) -> dict[str, str]:
         """What programs of this Slurm need in their environment."""
         return {"SLURM_CONF": str(self.conf), "PATH": SEARCH}
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End everything that was started; the folder's files stay."""
@@ -183,7 +160,8 @@ class SlurmBed:
 
     # ----------------------------------------------------------------------------------------- the start
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start it, and wait until all nodes are idle."""
         of_nodes = [f"{kind}{name}" for kind in ("", "spool-", "disk-") for name in self.names]
         for name in ("state", "local", *of_nodes):
             (self.folder / name).mkdir(parents=True, exist_ok=True)

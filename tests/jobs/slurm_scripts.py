@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mpistrategy.cli.slurm.scripts import FOLDER, checked, written
@@ -20,3 +21,10 @@ def script(template: str, statement: Mapping[str, Any] | None = None, file: str 
     """Return the text of a script for a statement."""
     site, given = checked(template, statement or {})
     return written(template, site, given, file)
+
+
+def executable(path: Path, text: str) -> None:
+    """Write a shell script that stands in for a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)

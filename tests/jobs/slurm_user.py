@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
-import slurm_bed
-from mpi4py import MPI
-from slurm_bed import Job, SlurmBed
+from slurm_bed import PMIX, Job, SlurmBed
 
 ROOT = Path(__file__).resolve().parents[2]
 MPI_TYPE = "pmix" if launching.IS_OPEN_MPI else "pmi2"
-WHY_NOT = slurm_bed.why_not() if MPI.COMM_WORLD.size == 1 else "runs in the session on 1 rank"
-if not WHY_NOT and not launching.LIBRARY.startswith(("Open MPI", "MPICH")):
-    WHY_NOT = "tried with MPICH and Open MPI only"
-
 #: For a module whose tests need it.
-NEEDS_SLURM = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"not run: {WHY_NOT}")]
+NEEDS_SLURM = [pytest.mark.slow, pytest.mark.one_rank]
 needs_srun = pytest.mark.skipif(
-    launching.IS_OPEN_MPI and not slurm_bed.PMIX, reason="not run: Slurm's plugin for PMIx finds no libpmix.so"
+    launching.IS_OPEN_MPI and not PMIX, reason="not run: Slurm's plugin for PMIx finds no libpmix.so"
 )
 # srun ends the ranks that are left when one has failed; and its status is the greatest of all ranks'.
 ENDED = (128 + 15, 128 + 9)
 STEPS, SAVE_EVERY = 40, 5
-
-
-def started() -> Iterator[SlurmBed]:
-    folder = Path(tempfile.mkdtemp(prefix="ms-slurm-"))  # its path must be short, for sockets
-    try:
-        with contextlib.ExitStack() as stack:
-            try:
-                bed = stack.enter_context(SlurmBed(folder))
-            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-                # Namespaces, but no bridges or devices in them, as in some containers.
-                pytest.skip(f"not run: Slurm does not start on this machine: {str(error)[:1000]}")
-            yield bed
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class User:
@@ -71,9 +48,9 @@ class User:
         assert count == 1
         path.write_text(text)
 
-    def trains(self, file: str = "requeue.sbatch", *options: str, program: str = "preempted.py") -> None:
+    def trains(self, file: str = "requeue.sbatch", *options: str) -> None:
         """Let a script run a training that writes down what it does."""
-        what = f"{program} . --pause 0.05 --steps {STEPS} --save-every {SAVE_EVERY}".split()
+        what = f"preempted.py . --pause 0.05 --steps {STEPS} --save-every {SAVE_EVERY}".split()
         self.edit(file, *what, *options)
 
     def submit(self, file: str, *options: str) -> str:

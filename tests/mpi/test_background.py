@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
-from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
+from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes, raising
 
 import mpistrategy as ms
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.over_mpi.background import Background
 
 pytestmark = pytest.mark.mpi(min_size=2)
-
-
-class Interruption:
-    """A trace that raises KeyboardInterrupt before a line of `Background.submit`."""
-
-    def __init__(self, line: int) -> None:
-        self.lines_left: int = line
-
-    def __call__(self, frame: FrameType, what: str, _: object) -> Any:
-        if frame.f_code is not Background.submit.__code__:
-            return None
-        self.lines_left -= what == "line"
-        if self.lines_left < 0:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return self
-
-
-@contextlib.contextmanager
-def interrupted(line: int) -> Iterator[None]:
-    """Interrupt this rank before that line of `Background.submit`."""
-    before = sys.gettrace()
-    sys.settrace(Interruption(line))
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 @pytest.mark.slow
@@ -55,7 +23,7 @@ def test_no_rank_takes_the_sum_of_another_step(line: int) -> None:
         for step in range(4):
             handle, here = None, line if RANK == SIZE - 1 and step == 1 else 99
             while handle is None:
-                with contextlib.suppress(KeyboardInterrupt), interrupted(here):
+                with raising(KeyboardInterrupt(), "line", "submit", here):
                     handle = strategy.run(lambda: context().all_reduce_async("SUM", float(step)))  # noqa: B023
                 here = 99
             assert handle.wait() == step * SIZE

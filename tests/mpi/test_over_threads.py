@@ -106,16 +106,13 @@ def test_replicas_run_one_at_a_time_in_rank_order_and_change_at_collectives() ->
 
 def test_sums_are_taken_in_rank_order() -> None:
     values = [np.random.default_rng(rank).standard_normal(50) * 10.0 ** (3 * rank) for rank in range(5)]
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
 
     def program() -> Any:
         strategy = ms.MirroredStrategy()
         return strategy.reduce("SUM", values[strategy.extended.communicator.rank])
 
     for found in run_replicas(program, 5):
-        np.testing.assert_array_equal(found, total)
+        np.testing.assert_array_equal(found, sum(values))
 
 
 # ---------------------------------------------------------------------------------------------- around it

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declared import IN_STEPS, arguments, parameters
+from mpi4py import MPI
 from replicas import RANK, SIZE, context, outcomes, still_works
 
 import mpistrategy as ms
@@ -51,6 +52,10 @@ def reduce_scatter(value: Any, axis: Any = 0) -> Call:
     return lambda s, v: s.run(lambda: context().reduce_scatter("SUM", value, axis))
 
 
+def scan(*arguments: Any) -> Call:
+    return lambda s, v: s.run(lambda: context().scan(*arguments))
+
+
 def merge_call(*arguments: Any, **named: Any) -> Call:
     return lambda s, v: s.run(lambda: context().merge_call(*arguments, **named))
 
@@ -59,6 +64,7 @@ ONES = np.ones(3)
 STRINGS = np.array(["a", "b"])
 OBJECTS = np.array([None, 1])
 MASKED = np.ma.masked_array([1.0, 2.0], [True, False])
+ROWS: dict[str, Any] = {"arrays": np.arange(4), "global_batch_size": 2}
 SLICES = ms.IndexedSlices(np.ones((2, 2)), np.array([0, 1]), (3, 2))
 
 
@@ -73,6 +79,9 @@ GOOD = {
     "reduce_to": lambda s, v: s.extended.reduce_to("SUM", ONES, v),
     "batch_reduce_to": lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v)]),
     "broadcast_to": lambda s, v: s.extended.broadcast_to(ONES, v),
+    "broadcast": lambda s, v: s.broadcast(1.0),
+    "assert_mirrored": lambda s, v: s.assert_mirrored([v]),
+    "Variable": lambda s, v: _in_scope(s, lambda: ms.Variable(1.0)),
 }
 
 # name of the good call, what is bad about it, the bad call, the kind of error
@@ -187,6 +196,47 @@ REDUCTIONS: list[tuple[str, str, Call, Any]] = [
     ("broadcast_to", "objects", lambda s, v: s.extended.broadcast_to(OBJECTS, v), ValueError),
     ("broadcast_to", "masked", lambda s, v: s.extended.broadcast_to(MASKED, v), ValueError),
     ("broadcast_to", "slices", lambda s, v: s.extended.broadcast_to(SLICES, v), (ValueError, NotImplementedError)),
+    ("broadcast", "no such root", lambda s, v: s.broadcast(1.0, SIZE), ValueError),
+    ("broadcast", "a root below 0", lambda s, v: s.broadcast(1.0, -1), ValueError),
+    ("broadcast", "a root that is no int", lambda s, v: s.broadcast(1.0, 0.5), TypeError),
+    ("broadcast", "a root that is a bool", lambda s, v: s.broadcast(1.0, True), TypeError),
+    ("broadcast", "an object", lambda s, v: s.broadcast({"a": object()}), ValueError),
+    ("broadcast", "slices", lambda s, v: s.broadcast(SLICES), NotImplementedError),
+    ("broadcast", "a name that is no text", lambda s, v: s.broadcast(1.0, name=3), TypeError),
+    ("scan", "a mean", scan("MEAN", 1.0), ValueError),
+    ("scan", "bools", scan("SUM", np.array([True])), TypeError),
+    ("scan", "exclusive that is an int", scan("SUM", 1.0, 1), TypeError),
+    ("scan", "exclusive that is an array", scan("SUM", 1.0, np.ones(2)), TypeError),
+    ("scan", "an extreme of complex numbers", scan("MAX", 1j), TypeError),
+    ("scan", "slices", scan("SUM", SLICES), NotImplementedError),
+    ("assert_mirrored", "a number", lambda s, v: s.assert_mirrored(1.0), TypeError),
+    ("assert_mirrored", "an array", lambda s, v: s.assert_mirrored(np.zeros(3)), TypeError),
+    ("assert_mirrored", "text", lambda s, v: s.assert_mirrored(["weights"]), TypeError),
+    ("assert_mirrored", "nothing", lambda s, v: s.assert_mirrored([]), ValueError),
+    ("assert_mirrored", "an optimizer before its first step",
+     lambda s, v: s.assert_mirrored(ms.optimizers.SGD(0.1)), ValueError),
+    ("assert_mirrored", "another strategy's", lambda s, v: s.assert_mirrored(_of_nobody()), ValueError),
+    *[
+        ("Variable", f"{given!r:.40} {named}",
+         lambda s, v, g=given, n=named: _in_scope(s, lambda: ms.Variable(g, **n)), kind)
+        for given, named, kind in [
+            (2.7, {"dtype": np.int32}, TypeError),
+            (1j, {"dtype": np.float32}, TypeError),
+            (300, {"dtype": np.int8}, TypeError),
+            (1.0, {"dtype": "nonsense"}, TypeError),
+            ("text", {}, TypeError),
+            (None, {}, ValueError),
+            (object, {}, ValueError),
+            (OBJECTS, {}, ValueError),
+            ([[1], [1, 2]], {}, ValueError),
+            (1.0, {"synchronization": "SOMETIMES"}, ValueError),
+            (1.0, {"synchronization": None}, ValueError),
+            (1.0, {"aggregation": "MEDIAN"}, ValueError),
+            (1.0, {"aggregation": ms.ReduceOp.SUM}, ValueError),
+            (1, {"aggregation": "MEAN"}, ValueError),
+            (True, {"aggregation": "MEAN"}, ValueError),
+        ]
+    ],
 ]  # fmt: skip
 
 
@@ -247,12 +297,91 @@ LOCAL: list[tuple[str, Call, Any]] = [
     ("HierarchicalCopyAllReduce: -1", lambda s, v: ms.HierarchicalCopyAllReduce(-1), ValueError),
     ("HierarchicalCopyAllReduce: text", lambda s, v: ms.HierarchicalCopyAllReduce("2"), TypeError),
     ("MpiAllReduce outside every strategy", lambda s, v: ms.MpiAllReduce().reduce("SUM", ONES, "CPU:0"), RuntimeError),
+    ("ReplicaContext: a text for a number", lambda s, v: ms.ReplicaContext(s, "0"), ValueError),
+    ("ReplicaContext: no number", lambda s, v: ms.ReplicaContext(s, None).replica_id_in_sync_group, ValueError),
+    *[
+        (f"{name}: {wrong!r:.20}", lambda s, v, made=made, wrong=wrong: made(wrong), TypeError)
+        for wrong in (None, 3, "extended", object)
+        for name, made in {
+            "Strategy": ms.Strategy,
+            "StrategyExtended": ms.StrategyExtended,
+            "ReplicaContext": lambda wrong: ms.ReplicaContext(wrong, 0),
+        }.items()
+    ],
+    *[
+        (f"set_strategy: {wrong!r:.20}", lambda s, v, wrong=wrong: ms.experimental_set_strategy(wrong), TypeError)
+        for wrong in ("strategy", 3, ms.MirroredStrategy, object)
+    ],
+    *[
+        (f"read_var: {wrong!r}", lambda s, v, wrong=wrong: s.extended.read_var(wrong), TypeError)
+        for wrong in (3.0, None, ONES)
+    ],
+    *[
+        (f"experimental_run: {name}", lambda s, v, wrong=wrong: s.experimental_run(len, wrong), TypeError)
+        for name, wrong in {"3": 3, "a text": "iterator", "a list": [1, 2], "another iterator": iter([1])}.items()
+    ],
+    *[
+        (f"rng: {bad!r}", make(bad), kind)
+        for bad, kind in [(-1, ValueError), (1.0, TypeError), ("7", TypeError), (None, TypeError), (ONES, TypeError)]
+        for make in (lambda bad: lambda s, v: s.rng(bad), lambda bad: lambda s, v: s.rng(0).at(1, bad))
+    ],
+    ("rng: 2**64", lambda s, v: s.rng(0).at(2**64), ValueError),
+    *[
+        (f"op {getattr(op, '__name__', op)!r}", lambda s, v, op=op: s.explain(ONES, op), ValueError)
+        for op in (None, 0, 1, True, "", "SUMM", " SUM", b"SUM", sum, np.sum, ["SUM"], ms.ReduceOp,
+                   ms.VariableAggregation.NONE, ms.VariableAggregation.ONLY_FIRST_REPLICA)
+    ],
+    *[
+        (f"CommunicationOptions: {options}", lambda s, v, options=options: CommunicationOptions(**options), kind)
+        for options, kind in [
+            ({"bytes_per_pack": -1}, ValueError),
+            ({"bytes_per_pack": "8"}, TypeError),
+            ({"bytes_per_pack": 8.0}, TypeError),
+            ({"bytes_per_pack": None}, TypeError),
+            ({"bytes_per_pack": float("inf")}, TypeError),
+            ({"wire": "float8"}, ValueError),
+            ({"implementation": "FAST"}, ValueError),
+            ({"implementation": 1}, ValueError),
+            ({"implementation": None}, ValueError),
+        ]
+    ],
+    *[
+        (f"InputContext: {numbers}", lambda s, v, numbers=numbers: ms.InputContext(*numbers), kind)
+        for numbers, kind in [((0, 0, 1), ValueError), ((2, 2, 2), ValueError), ((1, -1, 1), ValueError),
+                              ((1, 0, 0), ValueError), (("1",), TypeError)]
+    ],
+    *[
+        (f"from_arrays: {wrong}", lambda s, v, wrong=wrong: ms.Dataset.from_arrays(**{**ROWS, **wrong}), kind)
+        for wrong, kind in [
+            ({"arrays": 3}, ValueError),
+            ({"arrays": []}, ValueError),
+            ({"arrays": [1, 2]}, ValueError),
+            ({"arrays": None}, ValueError),
+            ({"arrays": (np.zeros(2), np.zeros(3))}, ValueError),
+            ({"global_batch_size": 0}, ValueError),
+            ({"global_batch_size": -4}, ValueError),
+            ({"global_batch_size": True}, TypeError),
+            ({"shuffle_seed": -1}, ValueError),
+            ({"epochs": -1}, ValueError),
+        ]
+    ],
+    ("epoch: 1 of 1", lambda s, v: ms.Dataset.from_arrays(**ROWS).epoch(1), ValueError),
+    ("epoch: -1", lambda s, v: ms.Dataset.from_arrays(**ROWS).epoch(-1), ValueError),
+    *[
+        (f"mirrored_check_steps: {bad!r}", lambda s, v, bad=bad: ms.optimizers.SGD(mirrored_check_steps=bad), kind)
+        for bad, kind in [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("10", TypeError), (None, TypeError)]
+    ],
 ]  # fmt: skip
 
 
 def _of_nobody() -> ms.Variable:
     with ms.OneDeviceStrategy("CPU:0").scope():
         return ms.Variable(1.0)
+
+
+def _in_scope(strategy: ms.Strategy, make: Callable[[], Any]) -> Any:
+    with strategy.scope():
+        return make()
 
 
 def _enter(strategy: ms.Strategy, make_manager: Any) -> None:
@@ -282,6 +411,11 @@ MAKERS: list[tuple[str, Callable[[], Any], Any]] = [
     ("ops a class", lambda: ms.MirroredStrategy(cross_device_ops=ms.MpiAllReduce), TypeError),
     ("options a dict", lambda: ms.MirroredStrategy(communication_options={}), TypeError),
     ("communicator a number", lambda: ms.MirroredStrategy(communicator=3), TypeError),
+    ("communicator a text", lambda: ms.MirroredStrategy(communicator="world"), TypeError),
+    ("communicator without this rank", lambda: ms.MirroredStrategy(communicator=MPI.COMM_NULL), TypeError),
+    ("no such processor", lambda: ms.MirroredStrategy([f"CPU:{9999 + i}" for i in range(SIZE)]), ValueError),
+    ("devices a number", lambda: ms.MirroredStrategy(3), TypeError),
+    ("devices numbers", lambda: ms.MirroredStrategy([3] * SIZE), TypeError),
 ]
 
 

@@ -89,6 +89,8 @@ def entered(manager: AbstractContextManager[Any]) -> bool:
 METHODS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "scope": (lambda s, v: entered(s.scope()), CROSS_REPLICA),
     "run": (lambda s, v: s.run(int), CROSS_REPLICA),
+    "experimental_run": (lambda s, v: s.experimental_run(int), CROSS_REPLICA),
+    "experimental_run_v2": (lambda s, v: s.experimental_run_v2(int), CROSS_REPLICA),
     "reduce": (lambda s, v: s.reduce("SUM", 1.0), CROSS_REPLICA),
     "reduce with axis": (lambda s, v: s.reduce("SUM", np.ones(1), axis=0), CROSS_REPLICA),
     "gather": (lambda s, v: s.gather(np.ones(1), 0), CROSS_REPLICA),
@@ -98,6 +100,7 @@ METHODS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "distribute dataset": (lambda s, v: list(s.experimental_distribute_dataset([np.ones(4)])), EVERYWHERE),
     "local results": (lambda s, v: s.experimental_local_results(1), EVERYWHERE),
+    "barrier": (lambda s, v: s.barrier() is None, EVERYWHERE),
     "num_replicas_in_sync": (lambda s, v: s.num_replicas_in_sync, EVERYWHERE),
     "reduce_to": (lambda s, v: s.extended.reduce_to("SUM", 1.0, v), CROSS_REPLICA),
     "batch_reduce_to": (lambda s, v: s.extended.batch_reduce_to("SUM", [(1.0, v), (2, "CPU:0")]), CROSS_REPLICA),
@@ -311,17 +314,12 @@ def test_what_a_replica_context_knows(strategy: ms.Strategy) -> None:
     with strategy.scope(), ms.ReplicaContext(strategy, RANK) as entered, entered:  # nested in itself
         assert ms.get_replica_context() is entered
         assert entered.all_reduce("SUM", 1.0) == SIZE
-    with pytest.raises(ValueError, match="replica_id_in_sync_group"):
-        ms.ReplicaContext(strategy, "0")  # type: ignore[arg-type]
-    with pytest.raises(errors.MpiStrategyError, match="no id"):
-        ms.ReplicaContext(strategy, None).replica_id_in_sync_group  # noqa: B018
 
 
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
 def test_the_default_strategy_is_one_replica(strategy: ms.Strategy) -> None:
     default = ms.get_strategy()
     assert default is ms.get_strategy()
-    assert context().all_reduce("SUM", 3.0) == 3
     assert context().merge_call(lambda given: given is default and not ms.has_strategy())
     with default.scope():
         assert not ms.has_strategy()
@@ -340,9 +338,6 @@ def test_experimental_set_strategy(strategy: ms.Strategy, other: ms.Strategy) ->
             ms.experimental_set_strategy(None)
         with pytest.raises(errors.ContextError):
             strategy.run(lambda: ms.experimental_set_strategy(other))
-        for nonsense in ("strategy", 3, ms.MirroredStrategy, object()):
-            with pytest.raises(errors.OptionTypeError, match="Strategy"):
-                ms.experimental_set_strategy(nonsense)  # type: ignore[arg-type]
         ms.experimental_set_strategy(other)
         assert ms.get_strategy() is other
     finally:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from replicas import RANK, SIZE, gather_texts, part_of, same_everywhere
 
 import mpistrategy as ms
-from mpistrategy import errors
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi
@@ -64,23 +63,3 @@ def test_numbered_streams_differ_and_are_equal_everywhere(strategy: ms.Strategy,
     assert len(set(drawn)) == len(keys)
     assert drawn == [tuple(numbers(streams.at(*key))) for key in keys], "a numbered stream has no memory"
     assert len(set(gather_texts(str(drawn)))) == 1
-
-
-BAD: dict[str, tuple[Any, type[Exception]]] = {
-    "negative": (-1, errors.OptionError),
-    "float": (1.0, errors.OptionTypeError),
-    "text": ("7", errors.OptionTypeError),
-    "none": (None, errors.OptionTypeError),
-    "array": (np.arange(2), errors.OptionTypeError),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_seeds_and_numbers_are_refused(strategy: ms.Strategy, what: str) -> None:
-    bad, kind = BAD[what]
-    with pytest.raises(kind, match="seed="):
-        strategy.rng(bad)
-    with pytest.raises(kind, match="number="):
-        strategy.rng(0).at(1, bad)
-    with pytest.raises(errors.OptionError, match="below"):
-        strategy.rng(0).at(2**64)

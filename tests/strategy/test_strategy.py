@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, OnNodes, context, in_step, one_node, outcomes, same_everywhere, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, context, in_step, one_node, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -53,16 +53,8 @@ def test_sub_communicators_are_sync_groups_of_their_own(split: str) -> None:
     comm.Free()
 
 
-@pytest.mark.parametrize("communicator", [3, "world", MPI.COMM_NULL])
-def test_what_is_no_communicator_is_refused(communicator: object) -> None:
-    words = r"communicator=MPI\.COMM_NULL;.*must not make" if communicator == MPI.COMM_NULL else "intracommunicator"
-    with pytest.raises(errors.OptionTypeError, match=words):
-        ms.MirroredStrategy(communicator=communicator)
-
-
 def test_the_names_a_strategy_has_for_its_ranks(strategy: ms.MirroredStrategy) -> None:
     assert (strategy.rank, strategy.size, strategy.num_replicas_in_sync) == (RANK, SIZE, SIZE)
-    assert in_step(strategy, lambda ctx: ctx.replica_id_in_sync_group) == RANK
     node_of = strategy.extended.communicator.node_of
     assert strategy.local_rank == node_of[:RANK].count(node_of[RANK])
     with OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce()) as nodes:
@@ -88,33 +80,6 @@ def test_a_rank_takes_the_entry_at_its_index_on_the_node(strategy: ms.MirroredSt
             mine = (named[RANK],)
             assert made.extended.worker_devices == made.extended.parameter_devices == mine
             assert in_step(made, lambda ctx: ctx.devices) == mine
-
-
-IMPOSSIBLE: list[tuple[Any, type[Exception]]] = [
-    (["CPU:9999"], errors.DeviceError),
-    (["not a device"], errors.DeviceError),
-    (["CPU:0", "CPU:0"], errors.DeviceError),
-    ("CPU:0", errors.OptionTypeError),
-    (3, errors.OptionTypeError),
-    ([3], errors.OptionTypeError),
-]
-
-
-@pytest.mark.parametrize(("devices", "kind"), IMPOSSIBLE)
-def test_impossible_devices_are_refused_on_every_rank(
-    strategy: ms.MirroredStrategy, devices: Any, kind: type[Exception]
-) -> None:
-    for who in {0, SIZE}:  # one rank alone, and all
-        ends = outcomes(ms.MirroredStrategy, devices if who >= RANK else None)
-        assert {end.error for end in ends} == {kind}
-    assert still_works(strategy)
-
-
-@one_node
-@several
-def test_a_list_shorter_than_the_ranks_on_the_node_is_refused() -> None:
-    with pytest.raises(errors.DeviceError, match="1 devices for"):
-        ms.MirroredStrategy(["CPU:0"])
 
 
 @pytest.mark.parametrize("make", [lambda: ms.OneDeviceStrategy("CPU:0"), ms.get_strategy])
@@ -145,19 +110,6 @@ def test_a_barrier_lets_nobody_through_before_all_have_come(strategy: ms.Mirrore
         strategy.barrier()
         left = time.monotonic()
         assert left >= max(strategy.gather(np.array([came]), 0))  # the ranks of one machine share this clock
-    strategy.run(strategy.barrier)
-    strategy.run(lambda: context().merge_call(lambda s: s.barrier("in merge_fn")))
-    with ms.OneDeviceStrategy() as alone:
-        alone.barrier("alone")
-
-
-@several
-def test_barriers_of_different_names_do_not_meet(strategy: ms.MirroredStrategy) -> None:
-    ended = outcomes(strategy.barrier, "end of epoch" if RANK else "start")
-    assert all("end of epoch" in one.text and "start" in one.text for one in ended)
-    for ends in (ended, outcomes(strategy.barrier) if RANK else outcomes(strategy.reduce, "SUM", 1.0)):
-        assert {one.error for one in ends} == {errors.CollectiveMismatchError}
-    assert still_works(strategy)
 
 
 def test_with_enters_the_scope_and_closes_at_the_end() -> None:

@@ -88,72 +88,61 @@ def train(strategy: ms.Strategy, steps: int) -> np.ndarray[Any, Any]:
     return weight.read_value()
 
 
-class TestAlone:
-    def test_it_trains_like_one_device(self) -> None:
-        assert np.array_equal(train(Alone(), 3), train(ms.OneDeviceStrategy("CPU:0"), 3))
+def test_it_trains_like_one_device() -> None:
+    assert np.array_equal(train(Alone(), 3), train(ms.OneDeviceStrategy("CPU:0"), 3))
 
 
-class TestOnAllRanks:
-    def test_it_trains_like_the_strategy_whose_ranks_it_uses(self, mirrored: ms.MirroredStrategy) -> None:
-        strategy = Watched(mirrored)
-        assert strategy.num_replicas_in_sync == SIZE
-        assert np.array_equal(train(strategy, 4), train(mirrored, 4))
-        assert np.allclose(train(strategy, 4), train(Alone(), 4), rtol=1e-12)
-        assert strategy.extended.steps == 8
-
-    def test_what_it_overrides_is_used(self, mirrored: ms.MirroredStrategy) -> None:
-        strategy = Watched(mirrored)
-        strategy.extended.frozen = True
-        assert train(strategy, 2).tolist() == [0, 0]
-
-    def test_it_is_a_strategy_of_its_own(self, mirrored: ms.MirroredStrategy) -> None:
-        strategy = Watched(mirrored)
-        with strategy.scope():
-            variable = ms.Variable(1.0)
-            with pytest.raises(errors.ContextError), mirrored.scope():
-                pass
-        assert strategy.extended.variable_created_in_scope(variable)
-        assert not mirrored.extended.variable_created_in_scope(variable)
+def test_it_trains_like_the_strategy_whose_ranks_it_uses(mirrored: ms.MirroredStrategy) -> None:
+    strategy = Watched(mirrored)
+    assert strategy.num_replicas_in_sync == SIZE
+    assert np.array_equal(train(strategy, 4), train(mirrored, 4))
+    assert np.allclose(train(strategy, 4), train(Alone(), 4), rtol=1e-12)
+    assert strategy.extended.steps == 8
 
 
-class TestContextsMadeByHand:
-    def test_a_strategy_can_run_its_steps_in_contexts_of_its_own(self, mirrored: ms.MirroredStrategy) -> None:
-        class Numbered(ms.ReplicaContext):
-            """A context that tells the step which step it is."""
-
-            step = 0
-
-        class NumberedExtended(ms.StrategyExtended):
-            steps = 0
-
-            def call_for_each_replica(self, fn: Any, args: Any = (), kwargs: Any = None) -> Any:
-                self.steps += 1
-                with Numbered(self._container_strategy, RANK) as context:
-                    context.step = self.steps
-                    return fn(*args, **(kwargs or {}))
-
-        class NumberedStrategy(ms.Strategy):
-            def __init__(self) -> None:
-                super().__init__(NumberedExtended(self, mirrored.extended.communicator))
-
-        strategy = NumberedStrategy()
-
-        def step(x: int) -> Any:
-            context = ms.get_replica_context()
-            assert isinstance(context, Numbered)
-            return context.step, context.all_reduce("SUM", x)
-
-        assert [strategy.run(step, args=(2,)) for _ in range(2)] == [(1, 2 * SIZE), (2, 2 * SIZE)]
+def test_what_it_overrides_is_used(mirrored: ms.MirroredStrategy) -> None:
+    strategy = Watched(mirrored)
+    strategy.extended.frozen = True
+    assert train(strategy, 2).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "extended", object()], ids=lambda value: type(value).__name__)
-def test_wrong_parts_are_refused(wrong: Any) -> None:
-    with pytest.raises(errors.OptionTypeError):
-        ms.Strategy(wrong)
-    with pytest.raises(errors.OptionTypeError):
-        ms.StrategyExtended(wrong)
-    with pytest.raises(errors.OptionTypeError):
-        ms.ReplicaContext(wrong, 0)
+def test_it_is_a_strategy_of_its_own(mirrored: ms.MirroredStrategy) -> None:
+    strategy = Watched(mirrored)
+    with strategy.scope():
+        variable = ms.Variable(1.0)
+        with pytest.raises(errors.ContextError), mirrored.scope():
+            pass
+    assert strategy.extended.variable_created_in_scope(variable)
+    assert not mirrored.extended.variable_created_in_scope(variable)
+
+
+def test_a_strategy_can_run_its_steps_in_contexts_of_its_own(mirrored: ms.MirroredStrategy) -> None:
+    class Numbered(ms.ReplicaContext):
+        """A context that tells the step which step it is."""
+
+        step = 0
+
+    class NumberedExtended(ms.StrategyExtended):
+        steps = 0
+
+        def call_for_each_replica(self, fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.steps += 1
+            with Numbered(self._container_strategy, RANK) as context:
+                context.step = self.steps
+                return fn(*args, **(kwargs or {}))
+
+    class NumberedStrategy(ms.Strategy):
+        def __init__(self) -> None:
+            super().__init__(NumberedExtended(self, mirrored.extended.communicator))
+
+    strategy = NumberedStrategy()
+
+    def step(x: int) -> Any:
+        context = ms.get_replica_context()
+        assert isinstance(context, Numbered)
+        return context.step, context.all_reduce("SUM", x)
+
+    assert [strategy.run(step, args=(2,)) for _ in range(2)] == [(1, 2 * SIZE), (2, 2 * SIZE)]
 
 
 class Doubling(ms.MpiAllReduce):

@@ -48,11 +48,6 @@ def model(strategy: ms.Strategy) -> list[ms.Variable]:
         return [*made, ms.Variable(np.ones((700, 300)), name="large"), ms.Variable(np.float32(1)), special]
 
 
-def of_this_rank(value: float) -> ms.Variable:
-    with ms.OneDeviceStrategy().scope():
-        return ms.Variable(value)
-
-
 def storage_of(var: ms.Variable) -> Array:
     """Return this rank's copy as bytes that can be written."""
     return var._storage.reshape(-1).view(np.uint8)
@@ -207,39 +202,6 @@ def test_on_read_variables_may_differ(strategy: ms.Strategy) -> None:
     assert "ON_READ" in ended[0].text
 
 
-BAD: dict[str, tuple[Any, type[Exception]]] = {
-    "a number": (1.0, errors.OptionTypeError),
-    "an array": (np.zeros(3), errors.OptionTypeError),
-    "text": (["weights"], errors.OptionTypeError),
-    "nothing": ([], errors.EmptyBatchError),
-    "an optimizer before its first step": (SGD(0.1), errors.EmptyBatchError),
-    "another strategy's": (lambda: of_this_rank(1.0), errors.OptionError),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-@pytest.mark.parametrize("where", ["everywhere", "on the last rank"])
-def test_what_is_no_variable_is_refused_everywhere(strategy: ms.Strategy, what: str, where: str) -> None:
-    value, kind = BAD[what]
-    with strategy.scope():
-        var = ms.Variable(0.0)
-    value = value() if callable(value) else value
-    mine = value if where == "everywhere" or RANK == SIZE - 1 else [var]
-    ended = outcomes(strategy.assert_mirrored, mine)
-    assert {one.error for one in ended} == {kind}, ended
-    assert still_works(strategy)
-
-
-@several
-def test_ranks_must_name_the_same_variables(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        one, two = ms.Variable(0.0), ms.Variable(0.0)
-    for other in ([two], [one, two], None):
-        ended = outcomes(strategy.assert_mirrored, [one] if RANK else other)
-        assert {e.error for e in ended} == {errors.CollectiveMismatchError}
-    assert still_works(strategy)
-
-
 def test_what_some_ranks_have_collected_is_left_out(strategy: ms.Strategy) -> None:
     gc.collect()
     with strategy.scope():
@@ -319,16 +281,3 @@ def test_every_third_step_finds_what_has_drifted(strategy: ms.Strategy, path: st
                 step()
         flip(strategy, target, 60, (0,))
     assert still_works(strategy)
-
-
-@several
-def test_ranks_that_check_at_different_steps_do_not_meet(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        var = ms.Variable(np.zeros(3))
-        optimizer = SGD(0.1, mirrored_check_steps=1 if RANK == 0 else 2)
-    ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), var)])))
-    assert {one.error for one in ended} == {errors.CollectiveMismatchError}
-    assert "mirrored_check_steps" in ended[0].text
-    for bad in (-1, 1.5, True, "10", None):
-        with pytest.raises(errors.OptionError if bad == -1 else errors.OptionTypeError, match="mirrored_check_steps"):
-            SGD(0.1, mirrored_check_steps=bad)  # type: ignore[arg-type]

@@ -253,6 +253,3 @@ def test_a_rule_excuses_only_what_it_describes(row: Rule, found: float, verdict:
     twin = recorded(tensor(10.0), strategy="MultiWorkerMirroredStrategy")
     result = Judge(rules=[row]).verdict(recorded(tensor(5.0)), [ok(np.float32(found))] * 2, [twin])
     assert result.verdict == verdict
-
-
-# ------------------------------------------------------------------------------------------------ the launcher

@@ -32,7 +32,7 @@ def test_conjugate_gradients_solve_on_any_number_of_ranks(launch: Launch) -> Non
         (1, "bench calls --rounds 3"),
         (1, "bench growth 16"),
         (2, "bench sizes 8 --rounds 2"),
-        (2, "soak steps --count 40"),
+        (2, "soak steps --count 8"),
         (2, "soak interruptions --count 100"),
         (2, "soak large_counts --count 100000"),
         (1, "soak faults --count 2 raised"),

@@ -60,10 +60,6 @@ class Installed:
         assert done.returncode == status, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def on_two_ranks(self, *command: str | Path, seconds: float = 120) -> str:
-        """Run a command of the environment on 2 ranks; return what they printed."""
-        return self.run("mpiexec", "-n", "2", self.bin / command[0], *command[1:], seconds=seconds)
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -11,29 +12,28 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpistrategy import own_files
 from mpistrategy.cli.arguments import positive
-from mpistrategy.cli.bench.cases import cases
-from mpistrategy.cli.bench.report import METHOD, environment, head, rows, write_json
-from mpistrategy.cli.bench.shapes import LISTS
+from mpistrategy.cli.bench.cases import LISTS, cases
+from mpistrategy.cli.bench.report import METHOD, environment, head, rows
 from mpistrategy.cli.bench.timing import measure, tell
-from mpistrategy.errors import DeviceError, UnsupportedError
-from mpistrategy.mpi.job.launcher import claim_in
+from mpistrategy.errors import DeviceError, LaunchError, OptionError, UnsupportedError
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, file_for, save, trying
+from mpistrategy.objects.text import encoded
 from mpistrategy.strategy.mirrored import MirroredStrategy
+from mpistrategy.telemetry.own_rank import own_place
 
 if TYPE_CHECKING:
     from mpistrategy.cli.ranks import Ranks
     from mpistrategy.strategy.strategy import Strategy
 
+_WHERE = "mpistrategy bench"
 _COULD_NOT = 2
 SIZES = tuple(4**power for power in range(1, 15))  # 4 B ... 256 MiB
 QUICK_SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 #: For each case, about.
 QUICK_SECONDS, FULL_SECONDS = 1.0, 8.0
-UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
+_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,32 +57,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks of the job; return the exit status."""
     if options.save and options.devices != "cpu":
-        return _fail(f"mpistrategy bench: found --devices {options.devices} with --save; expected one of the two")
-    # Saved thresholds must not influence their own measurement.
-    with trying(DEFAULT) if options.save else nullcontext():
-        strategy = _started(options.devices)
-    if strategy is None:
+        raise OptionError.at(_WHERE, found=f"--devices {options.devices} with --save", expected="one of the two")
+    try:
+        # Saved thresholds must not influence their own measurement.
+        with trying(DEFAULT) if options.save else nullcontext():
+            strategy = MirroredStrategy(options.devices)
+    except (DeviceError, UnsupportedError) as error:  # on all ranks
+        if own_place()[0] == 0:
+            sys.stderr.write(f"{_WHERE} --devices {options.devices}: {error}\n")
         return _COULD_NOT
     from mpistrategy.cli.ranks import Ranks
 
     with closing(strategy):
+        if strategy.num_replicas_in_sync == 1:
+            fix = f"Start it with your launcher: mpiexec -n 2 {_WHERE}"
+            raise LaunchError.at(_WHERE, found="one rank", expected="several to measure between", fix=fix)
         return _save(options, Ranks()) if options.save else _measure(options, Ranks(), strategy)
-
-
-def _started(devices: str) -> Strategy | None:
-    """Start MPI; return the strategy; None, after a message, where that cannot be done."""
-    try:
-        strategy = MirroredStrategy(devices)
-    except (DeviceError, UnsupportedError) as error:  # on all ranks
-        claim = claim_in(os.environ)
-        if claim is None or claim.rank == 0:
-            _fail(f"mpistrategy bench --devices {devices}: {error}")
-        return None
-    if strategy.num_replicas_in_sync == 1:
-        words = "found one rank; expected several to measure between. Start it with your launcher: mpiexec -n 2"
-        _fail(f"mpistrategy bench: {words} mpistrategy bench")
-        return None
-    return strategy
 
 
 def _measure(options: argparse.Namespace, ranks: Ranks, strategy: Strategy) -> int:
@@ -107,7 +97,7 @@ def _save(options: argparse.Namespace, ranks: Ranks) -> int:
     """Measure the thresholds and save them."""
     from mpistrategy.cli.bench import thresholds
 
-    about, trouble = environment(ranks), 0.0
+    about, trouble = environment(ranks), ""
     search = thresholds.Search(ranks, about, options.quick)
     result = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
     try:
@@ -118,9 +108,9 @@ def _save(options: argparse.Namespace, ranks: Ranks) -> int:
         note = f"Every new strategy of {about['ranks_on_node']} ranks on each of {about['nodes']} node(s) uses it."
         tell(ranks, f"saved {file}. {note}")
     except OSError as error:
-        trouble = 1.0
-        tell(ranks, f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
-    if ranks.greatest(np.array([trouble]))[0]:
+        trouble = f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE."
+        tell(ranks, trouble)
+    if not ranks.all_right(not trouble):
         return 1
     return _end(options, ranks, {"environment": about, "cases": search.cases, "thresholds": asdict(result)})
 
@@ -128,16 +118,11 @@ def _save(options: argparse.Namespace, ranks: Ranks) -> int:
 def _end(options: argparse.Namespace, ranks: Ranks, report: dict[str, Any]) -> int:
     """Write all figures to a file, if one is named; return the exit status."""
     if options.json and ranks.rank == 0:
-        write_json(options.json, report)
+        Path(options.json).write_bytes(encoded(json.dumps(report, indent=1) + "\n"))
     right = all(row["right"] for case in report["cases"] for row in case["variants"])
     if not right:
         tell(ranks, "WRONG RESULTS: see the tables")
     return 0 if right else 1
-
-
-def _fail(line: str) -> int:
-    print(line, file=sys.stderr, flush=True)
-    return _COULD_NOT
 
 
 def writable(text: str) -> str:
@@ -153,8 +138,8 @@ def sizes(text: str) -> list[int]:
     """Read sizes in bytes, each with its unit."""
     numbers = []
     for word in text.split(","):
-        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b?)\s*", word.lower())
-        size = float(parts[1]) * UNITS.get(parts[2], 0) if parts else 0.0
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(b?|[kmg](?:ib)?)\s*", word.lower())
+        size = float(parts[1]) * _UNITS[parts[2][:1]] if parts else 0.0
         if size < 4 or size % 4:
             raise argparse.ArgumentTypeError(f"{word!r} is not a size; write multiples of 4 bytes as 4, 64KiB or 1MiB")
         numbers.append(int(size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections import Counter
@@ -15,7 +14,6 @@ import numpy as np
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import time_in_words
-from mpistrategy.objects.text import encoded
 
 if TYPE_CHECKING:
     from mpistrategy.cli.ranks import Ranks
@@ -66,8 +64,3 @@ def rows(case: dict[str, Any]) -> list[str]:
         lines.append(f"| {case['suite']} | {case['case']} | {row['name']} | {figures}{wrong} |")
         ratio = "{ratio:.2f} ({ratio_quartile_1:.2f}-{ratio_quartile_3:.2f})"
     return lines
-
-
-def write_json(path: str, report: dict[str, Any]) -> None:
-    """Write a whole report."""
-    Path(path).write_bytes(encoded(json.dumps(report, indent=1) + "\n"))

@@ -6,9 +6,10 @@ only if it is clearly faster.  All ranks come to the same values, since they see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +19,7 @@ from mpistrategy.cli.bench.cases import Case, Variant
 from mpistrategy.cli.bench.timing import measure, tell
 from mpistrategy.mpi.tuning.thresholds import Thresholds, default_for, trying
 from mpistrategy.objects.shown import size_in_words
-from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.mirrored import MirroredStrategy
-from mpistrategy.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from mpistrategy.cli.ranks import Ranks
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
 #: A value replaces the default only if its time is below this fraction of the default's.
 CLEARLY = 0.95
 NEVER = 2**40
-_KIB = 2**10
 
-#: For each threshold the values that are tried, and the sizes in bytes on which.
-_SIZES = {
-    "chunk_bytes": tuple(size * _KIB for size in (64, 128, 256, 512, 1024)),
-    "window_bytes": tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096)),
-    "cell_bytes": tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32)),
-    "pack_bytes": tuple(size * _KIB for size in (1, 4, 16, 64, 256)),
-    "lanes_bytes": tuple(size * _KIB for size in (64, 256, 512, 1024, 4096)),
+#: For each threshold the values in KiB that are tried, which are also the sizes on which.
+_IN_KIB = {
+    "chunk_bytes": (64, 128, 256, 512, 1024),
+    "window_bytes": (4, 16, 64, 256, 1024, 4096),
+    "cell_bytes": (1, 2, 4, 8, 16, 32),
+    "pack_bytes": (1, 4, 16, 64, 256),
+    "lanes_bytes": (64, 256, 512, 1024, 4096),
 }
+_SIZES = {name: [size * 2**10 for size in sizes] for name, sizes in _IN_KIB.items()}
 _LARGE = (2**20, 2**24)
 _PACKED_ARRAYS = 50
 
@@ -69,7 +68,7 @@ class Search:
         return self.thresholds
 
     def _settle(
-        self, name: str, values: Sequence[int], sizes: Sequence[int] = (), arrays: int = 1, **settings: int
+        self, name: str, values: Sequence[int], sizes: Sequence[int] = (), arrays: int = 1, **settings: Any
     ) -> None:
         """Take the value that is fastest over all sizes, if it is clearly faster than the present value.
 
@@ -85,43 +84,29 @@ class Search:
         trials = [self._logs(name, candidates, sizes or _SIZES[name], arrays, settings) for _ in range(self._trials)]
         costs = dict(zip(candidates, np.median(trials, axis=0).tolist(), strict=True))
         best = min(costs, key=lambda value: costs[value])
-        value = best if costs[best] < costs[present] + np.log(CLEARLY) else present
+        value: Any = best if costs[best] < costs[present] + np.log(CLEARLY) else present
         words = ["never" if size == NEVER else size_in_words(size) for size in (value, present)]
         tell(self._ranks, f"{name}: {words[0]} (default {words[1]})")
-        self.thresholds = _with(self.thresholds, {name: value})
+        self.thresholds = replace(self.thresholds, **{name: value})
 
     def _logs(
-        self, name: str, candidates: Sequence[int], sizes: Sequence[int], arrays: int, settings: Mapping[str, int]
+        self, name: str, candidates: Sequence[int], sizes: Sequence[int], arrays: int, settings: Mapping[str, Any]
     ) -> Array:
         """Return the mean over the sizes of the logarithm of the time, for each value; by new strategies."""
         with ExitStack() as stack:
             strategies = []
             for value in candidates:
-                with trying(_with(self.thresholds, {**settings, name: value})):
+                with trying(replace(self.thresholds, **{**settings, name: value})):
                     strategies.append(stack.enter_context(closing(MirroredStrategy())))
             logs = []
             for size in sizes:
                 # One element less where there are several arrays, which are packed below the threshold.
                 operands = [np.zeros(size // 4 - (arrays > 1), np.float32) for _ in range(arrays)]
+                summed = operands if arrays > 1 else operands[0]
                 variants = [
-                    Variant(size_in_words(value), _sum(strategy, operands), operands)
+                    Variant(size_in_words(value), partial(strategy.reduce, "SUM", summed), operands)
                     for value, strategy in zip(candidates, strategies, strict=True)
                 ]
                 self.cases.append(measure(Case(name, size_in_words(size), size, variants), self._ranks, self._seconds))
                 logs.append(np.log([row["median_us"] for row in self.cases[-1]["variants"]]))
         return np.asarray(np.mean(logs, axis=0))
-
-
-def _with(thresholds: Thresholds, changes: Mapping[str, Any]) -> Thresholds:
-    return replace(thresholds, **changes)
-
-
-def _sum(strategy: Strategy, operands: Sequence[Array]) -> Callable[[], Any]:
-    value = operands[0] if len(operands) == 1 else operands
-
-    def step() -> Any:
-        context = get_replica_context()
-        assert context is not None
-        return context.all_reduce("SUM", value)
-
-    return lambda: strategy.run(step)

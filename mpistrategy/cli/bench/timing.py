@@ -60,7 +60,7 @@ def is_right(variant: Variant, ranks: Ranks) -> bool:
     ranks.comm.Barrier()
     expected = ranks.size * (ranks.size + 1) // 2
     right = all(bool((leaf == expected).all()) for leaf in variant.leaves(variant.call()))
-    return not ranks.greatest(np.array([float(not right)]))[0]
+    return ranks.all_right(right)
 
 
 def summary(own: Array, reference: Array) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _time(case: Case, ranks: Ranks, seconds: float) -> Array:
     began = time.perf_counter()
     for variant, count in zip(case.variants, calls, strict=True):
         _round(case, variant, ranks, count, 0)
-    one_round = float(ranks.greatest(np.array([time.perf_counter() - began]))[0])
+    one_round = ranks.slowest(time.perf_counter() - began)
     rounds = int(min(max(seconds / one_round, _LEAST_ROUNDS), _MOST_ROUNDS))
     order = random.Random(rounds)  # so that no variant always follows the same one
     times = np.zeros((len(calls), rounds))

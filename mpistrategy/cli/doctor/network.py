@@ -19,14 +19,11 @@ _DEVICES = {
 def network(folder: str = "/proc/self/fd") -> str:
     """Return what messages between nodes go by: Slingshot, Omni-Path, verbs or TCP; "" where it cannot be seen."""
     opened = []
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return ""
-    for name in names:
-        with suppress(OSError):
-            opened.append(os.readlink(os.path.join(folder, name)))
-    return next((kind for device, kind in _DEVICES.items() if any(path.startswith(device) for path in opened)), "TCP")
+    for link in glob(f"{folder}/*"):  # none without /proc
+        with suppress(OSError):  # closed meanwhile
+            opened.append(os.readlink(link))
+    kinds = (kind for device, kind in _DEVICES.items() if any(path.startswith(device) for path in opened))
+    return next(kinds, "TCP" if opened else "")
 
 
 def fabric(root: str = "/sys/class") -> str:

@@ -7,13 +7,11 @@ the file prints the state of the node's ranks.  Its lines are short, since srun 
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import re
 import shlex
 import subprocess
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -34,8 +32,8 @@ _OLD_SECONDS = 2.0
 _MOST_ROWS = 64
 _HANGS, _COULD_NOT = 1, 2
 _PATIENCE_SECONDS = 40
-_MOST_LETTERS = 700  # a multiple of four
-_LINE = re.compile(r"^mpistrategy-view (\S+) (\d+) ([A-Za-z0-9+/=]*)$", re.M)
+_MOST_LETTERS = 700
+_LINE = re.compile(r"^mpistrategy-view (\S+) (.*)$", re.M)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,7 +80,7 @@ def _on_nodes(number: str, nodes: str) -> View:
     command = [*_step(number, nodes), "--ntasks-per-node=1", "--mpi=none", sys.executable, "-m", __name__, number]
     output, trouble = _answer_of(command)
     view = read(output)
-    if missing := int(nodes) - len({name for name, *_ in _LINE.findall(output)}):
+    if missing := int(nodes) - len({name for name, _ in _LINE.findall(output)}):
         view.troubles.append(f"{missing} of {nodes} nodes: {trouble or 'no answer'}")
     return view
 
@@ -101,15 +99,14 @@ def _answer_of(command: Sequence[str]) -> tuple[str, str]:
 
 def read(output: str) -> View:
     """Return the view in the output of the nodes."""
-    pieces: dict[str, dict[int, str]] = {}
-    for name, number, text in _LINE.findall(output):
-        pieces.setdefault(name, {})[int(number)] = text
+    texts: dict[str, str] = {}
+    for name, piece in _LINE.findall(output):
+        texts[name] = texts.get(name, "") + piece
     view = View([], [], [])
-    for name, texts in pieces.items():
-        text = "".join(texts[number] for number in sorted(texts))
+    for name, text in texts.items():
         try:
-            message = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
-        except (ValueError, zlib.error) as error:
+            message = json.loads(text)
+        except ValueError as error:
             view.troubles.append(f"{name}: its answer cannot be read ({error})")
             continue
         view.statuses += statuses_in(message["ranks"])
@@ -122,10 +119,9 @@ def read(output: str) -> View:
 def answer(view: View) -> list[str]:
     """Return the lines in which a node prints its view of the job."""
     calls = [asdict(call) for call in view.calls]
-    report = {"ranks": as_data(view.statuses), "calls": calls, "troubles": view.troubles}
-    text = base64.b64encode(zlib.compress(json.dumps(report).encode())).decode()
+    text = json.dumps({"ranks": as_data(view.statuses), "calls": calls, "troubles": view.troubles})
     starts = range(0, len(text), _MOST_LETTERS)
-    return [f"mpistrategy-view {node_name()} {start} {text[start : start + _MOST_LETTERS]}" for start in starts]
+    return [f"mpistrategy-view {node_name()} {text[start : start + _MOST_LETTERS]}" for start in starts]
 
 
 def hangs(statuses: Sequence[RankStatus]) -> bool:
@@ -196,4 +192,4 @@ def _cure(status: RankStatus, number: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("".join(f"{line}\n" for line in answer(node_view.of_slurm_job(sys.argv[1]))))
+    print(*answer(node_view.of_slurm_job(sys.argv[1])), sep="\n")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
-import sys
+import re
 
 from mpistrategy.cli.guide import pages, reference
-from mpistrategy.cli.guide.terminal import for_terminal
+from mpistrategy.errors import OptionError
+from mpistrategy.objects.shown import did_you_mean
 
-_COULD_NOT = 2
+_WHERE = "mpistrategy guide"
 _HITS = 3  # of a page
+_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
+_DETAILS = re.compile(r"</?details>|<summary>.*?</summary>")
+_PICTURE = re.compile(r"!\[([^\]]*)\]\([^)\s]+\)")
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,31 +28,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show a page, the list or the hits of a search; return the exit status."""
     if options.search is not None:
-        return _search(options.search)
-    if options.page is not None and not options.list:
-        return _show(options.page)
+        _search(options.search)
+    elif options.page is not None and not options.list:
+        _show(options.page)
+    else:
+        _list()
+    return 0
+
+
+def _list() -> None:
     by_name = pages.pages()
     width = max(map(len, by_name))
     for part, names in pages.PARTS.items():
         print(part)
         for name in names:
-            if name in by_name:
-                print(f"  {name:{width}}  {by_name[name].title}")
+            print(f"  {name:{width}}  {by_name[name].title}")
     print("\nmpistrategy guide PAGE shows one, mpistrategy guide CollectiveMismatchError what an error means,")
     print("and mpistrategy guide --search WORD where a word is.")
-    return 0
 
 
-def _show(query: str) -> int:
+def _show(query: str) -> None:
     by_name, classes = pages.pages(), reference.classes()
     name = query.removesuffix(".md").rpartition(".")[2]  # mpistrategy.errors.ShapeError
     by_lower_case = {entry.lower(): entry for entry in (*by_name, *classes)}
     match = by_lower_case.get(name.lower())
     if match is None:
-        near = [by_lower_case[entry] for entry in difflib.get_close_matches(name.lower(), by_lower_case, 4, 0.6)]
-        return _refuse(f"there is no page {query!r}", *([f"the nearest: {', '.join(near)}"] if near else []))
+        fix = did_you_mean(name, by_lower_case.values())
+        expected = "a page of mpistrategy guide --list, an error or a warning"
+        raise OptionError.at(_WHERE, found=f"the page {query!r}", expected=expected, fix=fix)
     print(for_terminal(by_name[match].text if match in by_name else _about(classes[match])))
-    return 0
+
+
+def for_terminal(markdown: str) -> str:
+    """Return the text without HTML, and with commands in place of links.  Blocks of code stay as they are."""
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    for number in range(0, len(parts), 2):
+        text = _PICTURE.sub(r"(Picture: \1)", _DETAILS.sub("", _COMMENT.sub("", parts[number])))
+        parts[number] = re.sub(r"\n{3,}", "\n\n", _LINK.sub(_typed, text))
+    return "".join(parts).strip()
+
+
+def _typed(link: re.Match[str]) -> str:
+    text, target = link[1], link[2]
+    page, _, _ = target.partition("#")
+    if re.fullmatch(r"[\w-]+\.md", page):
+        return f"{text} (`mpistrategy guide {page[:-3]}`)"
+    return text if target.startswith("#") else f"{text} ({target})"
 
 
 def _about(kind: type[BaseException]) -> str:
@@ -57,7 +82,7 @@ def _about(kind: type[BaseException]) -> str:
     return f"# {kind.__name__}\n\nIs also: {bases}\n\n{inspect.getdoc(kind)}\n"
 
 
-def _search(word: str) -> int:
+def _search(word: str) -> None:
     """Show the lines that have a word, in any letter case, each with the heading above it."""
     hits = 0
     for page in pages.pages().values() if word.strip() else ():
@@ -71,9 +96,5 @@ def _search(word: str) -> int:
         if len(lines) > _HITS:
             print(f"  and {len(lines) - _HITS} more")
         hits += len(lines)
-    return 0 if hits else _refuse(f"no page has {word!r}")
-
-
-def _refuse(problem: str, more: str = "mpistrategy guide --list shows all pages") -> int:
-    sys.stderr.write(f"mpistrategy guide: {problem}; {more}\n")
-    return _COULD_NOT
+    if not hits:
+        raise OptionError.at(_WHERE, found=f"the word {word!r}", expected="a word of some page")

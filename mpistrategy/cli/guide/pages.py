@@ -41,8 +41,7 @@ class Page:
 
 @functools.cache
 def pages() -> dict[str, Page]:
-    """Return all pages by name, in the order of the list; pages of no part come last."""
+    """Return all pages by name, in the order of the list."""
     files = [file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".md")]
     texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files} | reference.written()
-    order = [name for names in PARTS.values() for name in names if name in texts]
-    return {name: Page(name, texts[name]) for name in (*order, *sorted(texts.keys() - {*order}))}
+    return {name: Page(name, texts[name]) for names in PARTS.values() for name in names}

@@ -17,7 +17,6 @@ from mpistrategy.errors import OptionError
 from mpistrategy.objects.text import encoded
 
 _WHERE = "mpistrategy slurm"
-_COULD_NOT = 2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +45,8 @@ def run(options: argparse.Namespace) -> int:
             raise OptionError.at(_WHERE, found="no template", expected="a template, or --list, or --all FOLDER")
     except BrokenPipeError:
         raise  # of the screen, not of a file
-    except (OptionError, OSError) as error:
-        sys.stderr.write(f"{error if isinstance(error, OptionError) else f'{_WHERE}: {error}'}\n")
-        return _COULD_NOT
+    except OSError as error:
+        raise OptionError.at(_WHERE, found=str(error), expected="files that can be written") from None
     return 0
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpistrategy.cli.slurm import sites
-from mpistrategy.cli.slurm.keys import KEYS, Key
+from mpistrategy.cli.slurm.keys import KEYS
 from mpistrategy.cli.slurm.sites import Site
 from mpistrategy.cli.slurm.values import in_seconds
 from mpistrategy.errors import OptionError
@@ -132,12 +132,9 @@ def keys_of(template: str, site: Site) -> list[str]:
         "modules": True,
     }
     for name, key in KEYS.items():
-        has.setdefault(name, _directive(key, site) != "" or lines.assigns(name))
+        directive = key.slurm if site.batch == "slurm" else key.pbs
+        has.setdefault(name, bool(directive) or lines.assigns(name))
     return [name for name in KEYS if has[name]]
-
-
-def _directive(key: Key, site: Site) -> str:
-    return key.slurm if site.batch == "slurm" else key.pbs
 
 
 def _script(template: str, site: Site) -> Lines:

@@ -35,7 +35,8 @@ def refusal(where: str) -> ForkedProcessError:
 def _close_all() -> None:
     for reference in _guards:
         if (guard := reference()) is not None:
-            guard.close(refusal)
+            guard.is_forked = guard.closed = True
+            guard.current = None  # a thread that is in a call belongs to the parent
 
 
 os.register_at_fork(after_in_child=_close_all)

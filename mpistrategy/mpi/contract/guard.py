@@ -119,8 +119,8 @@ class Guard:
         self.give_up: Callable[[BaseException], object] | None = None
         #: Whether this guard takes no more calls: after a close, a failure or a fork.
         self.closed: bool = False
-        #: Returns the error of a public call after a close; None where `broken` or `close()` explains it.
-        self._refusal: Callable[[str], MpiStrategyError] | None = None
+        #: Whether this is a forked child of a rank: see `mpistrategy.mpi.contract.forks`.
+        self.is_forked: bool = False
         if size > 1:
             forks.remember(self)
         self._flag = 0
@@ -172,8 +172,8 @@ class Guard:
 
     def refusal(self, where: str) -> MpiStrategyError:
         """Return the error of a public call once this guard is closed."""
-        if self._refusal is not None:
-            return self._refusal(where)
+        if self.is_forked:
+            return forks.refusal(where)
         when = f"a failure: {self.broken}" if self.broken else "its close()"
         return errors.ContextError.at(where, found=f"a strategy after {when}", expected="an open strategy")
 
@@ -237,14 +237,6 @@ class Guard:
         if equal and flag:
             self._see_flags()
         return equal
-
-    def close(self, why: Callable[[str], MpiStrategyError]) -> None:
-        """Take no more calls in this process; a thread that is in one belongs to the process that has forked it.
-
-        Args:
-            why: returns the error of a public call from now on.
-        """
-        self._refusal, self.closed, self.current = why, True, None
 
     def start_leaving(self) -> None:
         """Begin to tell the other ranks that this rank has ended, or takes no more calls."""

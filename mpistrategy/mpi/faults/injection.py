@@ -158,6 +158,7 @@ def arm(rank: int, size: int) -> None:
         return
     armed = Armed(text, rank, size)
     if not HAS_PLAN:
-        found, expected = "a plan that was set after mpistrategy was imported", "one that was set before"
-        raise OptionError.at(PLAN, found=found, expected=expected)
+        raise OptionError.at(
+            PLAN, found="a plan that was set after mpistrategy was imported", expected="one that was set before"
+        )
     hooks.append(armed.call)

@@ -68,9 +68,7 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 def prepare() -> None:
     """Note exits from now on, and let forked children of this process end without MPI_Finalize."""
-    sys.exit = _exit
-    for name in ("exit", "quit"):
-        setattr(builtins, name, _exit)
+    sys.exit = builtins.exit = builtins.quit = _exit  # type: ignore[assignment]
     atexit.register(_end_child, os.getpid())
     os.register_at_fork(after_in_child=lambda: program.note(0))
 

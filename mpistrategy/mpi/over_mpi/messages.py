@@ -38,8 +38,8 @@ class Message:
         self._comm, self._block, self._tag, self._most = comm, block, tag, most
         self.source: int | None = rank
         self._sends, self._is_done = sends, False
-        #: How many bytes the message has; known after it was received.
-        self._length: int = block.size
+        #: How many bytes the message has, known after it was received; None for more than the block has.
+        self._length: int | None = block.size
         self._requests: list[MPI.Request] = []
         if rank is not None:
             self._begin(comm.Isend if sends else comm.Irecv, rank)
@@ -58,7 +58,13 @@ class Message:
             self._begin(self._comm.Irecv, self.source)
         if not self._is_done:
             statuses = [MPI.Status() for _ in self._requests]
-            self._is_done = MPI.Request.Testall(self._requests, statuses)
+            try:
+                self._is_done = MPI.Request.Testall(self._requests, statuses)
+            except MPI.Exception as error:
+                if error.Get_error_class() not in (MPI.ERR_IN_STATUS, MPI.ERR_TRUNCATE):
+                    raise
+                self._is_done, self._length = True, None
+                return True
             if self._is_done and not self._sends:
                 self._length = sum(status.Get_count(MPI.BYTE) for status in statuses)
         return self._is_done
@@ -72,7 +78,7 @@ class Message:
 
         Raises:
             CollectiveTimeoutError: when it takes longer.
-            ShapeError: for a message that is shorter than the block.
+            ShapeError: for a message that is shorter or longer than the block.
         """
         end = time.monotonic() + timeout
         while not self.test():
@@ -89,7 +95,7 @@ class Message:
         if self._length != self._block.size:
             raise ShapeError.at(
                 where,
-                found=f"a message of {self._length} bytes from rank {self.source}",
+                found=f"a message of {'more' if self._length is None else self._length} bytes from rank {self.source}",
                 expected=f"{self._block.size} bytes, as many as the receiver has room for",
             )
 

@@ -109,10 +109,8 @@ class MpiRanks(Ranks):
         ranks = introductions(self.allgather_text(json.dumps(me._asdict())))
         numbers = {leader: node for node, leader in enumerate(sorted({introduction.leader for introduction in ranks}))}
         self._place([numbers[introduction.leader] for introduction in ranks])
-        self._cores = len(
-            {core for introduction in ranks if introduction.leader == leader for core in introduction.cores}
-        )
-        self.is_crowded: bool = self.local_size > self._cores
+        cores_of_node = {core for introduction in ranks if introduction.leader == leader for core in introduction.cores}
+        self.is_crowded: bool = self.local_size > len(cores_of_node)
         self.library: str = library_name(MPI.Get_library_version())
         if self.size > 1:
             self.thresholds: Thresholds = agreed(
@@ -164,7 +162,7 @@ class MpiRanks(Ranks):
         if not shared.is_shared or self.local_size == 1:
             return board, self._control
         look = self._look if self.nodes == 1 else lambda: None
-        wait = partial(SpinWait, self.local_size, self._control.progress, self._cores, look)
+        wait = partial(SpinWait, self._control.progress, look, is_crowded=self.is_crowded)
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
         more = partial(self.shared, sparing=True) if self.nodes == 1 else None
         self.node_sum: NodeSum | None = NodeSum(part(memory, segment_bytes(cell_bytes)), chunk_bytes, wait(), more)
@@ -306,10 +304,8 @@ class MpiRanks(Ranks):
         for piece in parts:
             if root is None:
                 self._comm.Allreduce(MPI.IN_PLACE, piece, by_mpi)
-            elif self.rank == root:
-                self._comm.Reduce(MPI.IN_PLACE, piece, by_mpi, root)
             else:
-                self._comm.Reduce(piece, None, by_mpi, root)
+                self._comm.Reduce(MPI.IN_PLACE if self.rank == root else piece, piece, by_mpi, root)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by `root`'s buffer; any dtype."""

@@ -66,25 +66,18 @@ class SpinWait(Waiting):
 
     First it only looks (a peer that is on its way comes within microseconds), then it gives its core away between two
     looks, and after some milliseconds it naps.  A wait that outlasts the looks halves their number for the next wait;
-    a shorter wait doubles it: where other programs take a core, the peer may need this core.  Where ranks outnumber
-    cores, the core is given away after the first look.
+    a shorter wait doubles it: where other programs take a core, the peer may need this core.
 
     Args:
-        ranks: how many ranks share the cores of this node.
         progress: called before each pause: lets MPI move other messages that need this rank.
-        available: how many cores they have together; None means the cores of this process.
         look: called before each nap; raises where the peer will not come.
+        is_crowded: whether the ranks of this node outnumber their cores: the core is given away after the first look.
     """
 
     def __init__(
-        self,
-        ranks: int,
-        progress: Callable[[], Any],
-        available: int | None = None,
-        look: Callable[[], object] = lambda: None,
+        self, progress: Callable[[], Any], look: Callable[[], object] = lambda: None, *, is_crowded: bool = False
     ) -> None:
-        crowded = ranks > (len(cores()) if available is None else available)
-        self._fewest, self._most = (1, 1) if crowded else (_FEWEST_LOOKS, _MOST_LOOKS)
+        self._fewest, self._most = (1, 1) if is_crowded else (_FEWEST_LOOKS, _MOST_LOOKS)
         self._looks = self._most
         self._progress = progress
         self._look = look

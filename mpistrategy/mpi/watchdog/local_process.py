@@ -115,12 +115,8 @@ def record(guards: Iterable[Guard]) -> str:
 def why_silent(process: int) -> str:
     """Return why a process of this node does not answer, as far as the system knows."""
     try:
-        return _STATES.get(stat_of(process)[0], _HOLDING).format(process)
+        with open(f"/proc/{process}/stat", "rb") as file:
+            state = file.read().decode(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return f"its process {process} is gone"
-
-
-def stat_of(process: int) -> list[str]:
-    """Return what Linux tells about a process, from its state on: ``["S", parent, ...]``; OSError where it is gone."""
-    with open(f"/proc/{process}/stat", "rb") as file:
-        return file.read().decode(errors="replace").rpartition(")")[2].split()
+    return _STATES.get(state, _HOLDING).format(process)

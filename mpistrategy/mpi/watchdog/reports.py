@@ -38,19 +38,14 @@ def in_time(work: Callable[[], T], otherwise: T, seconds: float) -> tuple[T, thr
     return results[-1], thread
 
 
-def write_at_once(text: str) -> None:
-    """Write a report to stderr itself: the program may hold the lock of sys.stderr, or have replaced it."""
-    pytest, data = _captured(), encoded(text)
+def say(title: str, text: str) -> None:
+    """Write each line of a text behind a title, to stderr itself: the program may hold or replace that."""
+    pytest, data = _captured(), encoded("".join(f"{title}{line}\n" for line in text.splitlines()))
     if pytest is not None and data:
         data = b"\n" + data  # behind pytest's dots
     with suppress(OSError):
         while data:
             data = data[os.write(2 if pytest is None else pytest.stderr, data) :]
-
-
-def say(title: str, text: str) -> None:
-    """Do `write_at_once` with each line of a text behind a title."""
-    write_at_once("".join(f"{title}{line}\n" for line in text.splitlines()))
 
 
 def finish(title: str, seconds: float = 10.0) -> None:

@@ -120,9 +120,9 @@ class RunDirectory:
         return max((float(match[1]) for match in map(BUSY.fullmatch, self.names()) if match), default=0.0)
 
     def show(self, name: str, text: str = "") -> None:
-        """Write a file in place of the one that this rank has shown before; the name "" shows none."""
+        """Write a file in place of the one that this rank has shown before, once; the name "" shows none."""
         before, self._shown = self._shown, name
-        if name:
+        if name not in ("", before):
             self.write(name, text)
         if before not in ("", name):
             self._ask(lambda: self._remove(before), None)

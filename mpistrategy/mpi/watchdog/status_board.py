@@ -107,18 +107,13 @@ class StatusBoard:
 
     def write(self, status: RankStatus) -> None:
         """Replace this rank's status, from its rank to its text."""
-        for name in _OWN_FIELDS:
-            self._own_row[name] = getattr(status, name)
-        self._own_row["text"] = encoded(status.text, ROW["text"].itemsize)
+        for name in (*_OWN_FIELDS, "text"):
+            self.put(name, getattr(status, name))
 
-    def write_record(self, text: str) -> None:
-        """Show the node this rank's record; the end of a very long record is cut."""
-        self._own_row["record"] = encoded(text, ROW["record"].itemsize)
-
-    def put(self, name: str, value: float) -> None:
-        """Write a field, from `expected` to `state` in `ROW`, after all earlier writes."""
+    def put(self, name: str, value: float | str) -> None:
+        """Write a field of `ROW` after all earlier writes; the end of a very long text is cut."""
         self._fence()
-        self._own_row[name] = value
+        self._own_row[name] = encoded(value, ROW[name].itemsize) if isinstance(value, str) else value
 
     def all(self, name: str) -> list[float]:
         """Return one number of each rank of the node."""

@@ -1,27 +1,33 @@
 """The watchdog: one thread that never calls MPI and notices when a collective is late.
 
 It regularly notes where this rank is, in a status that its peers can read.  When the rank has waited in a collective
-for longer than its timeout, or a peer says that it has, the alarm is answered (`watchdog.alarm`): records, stacks, roll
-call, and the end of the job.
+for longer than its timeout, or a peer says that it has, that is an alarm: records, stacks, roll call, and the end of
+the job.  Time in which the whole process stood still (a suspended job, a sleeping machine) does not count.
 
-Time in which the whole process stood still (a suspended job, a sleeping machine) does not count.
+When an alarm reaches a rank, it shows its record to its node and sets its status to answered.  The first such rank of a
+node writes a file with the records of its node.  On the node that raised the alarm first, that rank reads the files of
+the other nodes and prints the roll call.  Nothing here waits without a limit.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, NoReturn
 
+from mpistrategy.mpi.contract.flight_recorder import in_words
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.watchdog import alarm, local_process, reports
+from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.run_directory import FILE_SECONDS
-from mpistrategy.mpi.watchdog.status_board import RankStatus
+from mpistrategy.mpi.watchdog.roll_call import RollCall, as_data, statuses_in
+from mpistrategy.mpi.watchdog.run_directory import ERROR, FILE_SECONDS, ROLL_CALL
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, RankStatus
 from mpistrategy.objects.settings import checked_number, positive
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
@@ -29,6 +35,17 @@ _STOOD_STILL_SECONDS = 1.0
 #: How long a look may take, at files of other nodes; a longer look has stood still.
 _LOOKING_SECONDS = 3 * FILE_SECONDS
 _JOIN_SECONDS = 1.0
+#: The status of a job that a late collective has ended, as of `timeout`.
+STATUS = 124
+#: How long the watchdog waits for the ranks of its node, and for the other nodes.
+_NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
+#: How long the rank that speaks for its node may take: it waits for the other nodes, reads and writes two files.
+_SPEAKING_SECONDS = _NODES_SECONDS + 3 * FILE_SECONDS
+#: How long ending the job by MPI may take.
+_END_SECONDS = 1.0
+#: The first pause between two looks, and the longest one, at memory and at files of other nodes.
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.02, 0.5
+_RECORDS = "Each rank's stacks and its last collectives"
 
 
 class Watchdog:
@@ -37,7 +54,7 @@ class Watchdog:
     Args:
         rank: this process's number in the job.
         size: how many there are.
-        end: see `mpistrategy.mpi.watchdog.alarm.answer`.
+        end: ends the job with a status, where the launcher would otherwise report another status; may hang.
     """
 
     def __init__(self, rank: int, size: int, end: Callable[[int], object] | None = None) -> None:
@@ -55,9 +72,8 @@ class Watchdog:
 
     def add(self, group: Group) -> None:
         """Watch over one more communicator."""
-        status = RankStatus(self.rank, self.pid, stack_signal, time.monotonic(), 0.0, group.guard.timeout, "has begun")
         group.board.put("expected", self._expected)
-        group.board.write(status)  # a rank that is stopped before the thread looks is known as well
+        self._show([group])  # a rank that is stopped before the thread looks is known as well
         starts = not self.groups or not self._thread.is_alive()  # a signal may come before it is started
         self.groups[group.guard] = group
         self._changed.set()
@@ -74,7 +90,7 @@ class Watchdog:
         if group is not None:
             group.directory.show("")
 
-    @contextlib.contextmanager
+    @contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
         """Tell the peers that this rank is busy for so many seconds; they wait that much longer."""
         before = self._expected
@@ -115,14 +131,14 @@ class Watchdog:
         for group in groups:
             group.look_at_nodes(now)
             if group.waits_in_vain(now):
-                alarm.end_in_vain(group, self.title, self._end)
+                self._end_in_vain(group)
             if group.due is None and group.guard.contains_errors and self._is_alarmed(now, [group]):
-                error = alarm.call_the_roll([group], self.title).as_error()
+                error = self._call_the_roll([group]).as_error()
                 group.end_waits(error, time.monotonic())  # the roll call may have taken long
                 group.guard.stop_waiting(error)
         ending = [group for group in groups if not group.guard.contains_errors]
         if self._is_alarmed(now, ending):
-            alarm.answer(ending, self.title, self._end)
+            self._answer(ending)
 
     def _is_alarmed(self, now: float, groups: list[Group]) -> bool:
         """Return whether this rank or another one has found a collective of these groups late."""
@@ -139,6 +155,133 @@ class Watchdog:
         text = local_process.now_doing(group.guard for group in groups)
         for group in groups:
             group.board.write(RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text))
+
+    # ------------------------------------------------------------------------------------------------------- the alarm
+
+    def _answer(self, groups: Sequence[Group]) -> NoReturn:
+        """Answer the alarm of this rank or of another rank, and end this process."""
+        try:
+            self._call_the_roll(groups)
+        except Exception as error:  # an error in here must not keep the job from ending
+            reports.say(self.title, f"a collective is late, and mpistrategy could not say where: {error!r}")
+        finally:
+            self._end_job(STATUS)
+
+    def _end_in_vain(self, group: Group) -> NoReturn:
+        """End the job, since this rank stays in a wait although no result will come: see `Group.waits_in_vain`."""
+        try:
+            where = local_process.now_doing([group.guard])
+            reports.say(self.title, f"{where}\nwaits in vain: {group.due} The whole job ends here.")
+            reports.finish(self.title, FILE_SECONDS)
+        finally:
+            self._end_job(1)
+
+    def _end_job(self, status: int) -> NoReturn:
+        if (end := self._end) is not None:
+            reports.in_time(lambda: end(status), None, _END_SECONDS)
+        os._exit(status)
+
+    def _call_the_roll(self, groups: Sequence[Group]) -> RollCall:
+        """Answer an alarm, and print the roll call on one rank; return the roll call as this rank knows it.
+
+        Args:
+            groups: those that are watched; their boards have this rank's status of this moment.
+        """
+        widest, remote_statuses = max(groups, key=lambda group: len(group.ranks)), list[RankStatus]()
+        guards, began = [group.guard for group in groups], time.monotonic()
+        record = f"{local_process.now_doing(guards)}\n\n{local_process.record(guards)}"
+        for group in groups:
+            group.directory.show("")
+            group.board.put("record", record)
+            group.board.put("state", ANSWERED)
+        _until(lambda: min(widest.board.all("state")) >= ANSWERED, began + _NODE_SECONDS)
+        states = widest.board.all("state")
+        first = next(local for local, state in enumerate(states) if state)
+        speaks = CALLED not in states and first == widest.board.local_rank
+        if speaks:
+            remote_statuses = self._speak(widest)
+        reports.finish(self.title, FILE_SECONDS)
+        for group in groups if speaks else ():
+            group.board.put("state", CALLED)
+        _until(lambda: CALLED in widest.board.all("state"), began + _NODE_SECONDS + _SPEAKING_SECONDS)
+        statuses = _on_this_node(widest) + remote_statuses
+        # Only the rank that calls the roll hears of other nodes: on other ranks an unknown rank is not a missing rank.
+        knows_all = bool(remote_statuses) or widest.nodes == 1
+        return RollCall(statuses, widest.ranks if knows_all else [status.rank for status in statuses])
+
+    def _speak(self, widest: Group) -> list[RankStatus]:
+        """Write the records of this node, and call the roll unless another node does; return what other nodes say."""
+        directory, local_statuses = widest.directory, _on_this_node(widest)
+        for status in local_statuses:
+            if status.silent and status.signal:  # print your stacks: this needs no Python in that process
+                with suppress(OSError):
+                    os.kill(status.process, status.signal)
+        calls = directory.claim(ROLL_CALL)  # by the first node that makes this file, which is an alarm
+        remote_statuses = _hear_others(widest) if calls and widest.nodes > 1 else []
+        called = RollCall(local_statuses + remote_statuses, widest.ranks)
+        text = called.text(f"{_RECORDS}: {directory.path}/*.json", widest.guard.contains_errors) if calls else ""
+        is_written = directory.write(f"error-{widest.node}.json", _as_json(widest, local_statuses, called, text))
+        if is_written and calls:
+            reports.say(self.title, text)
+            directory.write(ROLL_CALL, text)
+        elif not is_written or not _until(
+            lambda: bool(directory.read(ROLL_CALL)), time.monotonic() + _SPEAKING_SECONDS
+        ):
+            for status in local_statuses:
+                reports.say(f"{self.title}record of rank {status.rank}: ", status.record)
+            reports.say(self.title, called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
+        return remote_statuses
+
+
+def _on_this_node(widest: Group) -> list[RankStatus]:
+    """Return the statuses of the ranks of this node."""
+    words = {entry.number: in_words(entry) for entry in list(widest.guard.record.entries)}  # the other ranks' as well
+    return [_with_reason(status, words) for status in widest.board.read() if status.process]
+
+
+def _with_reason(status: RankStatus, words: Mapping[int, str]) -> RankStatus:
+    """Return a status with the name of its node; where the rank has not answered, also with why and its last calls."""
+    if status.state:
+        return replace(status, host=local_process.node_name())
+    now = time.monotonic()
+    calls = [(at - now, words.get(number, f"#{number}")) for number, at in status.calls.items()]
+    last = f"its last was {calls[-1][1]}, {-calls[-1][0]:.1f} s ago" if calls else "it has made no collective yet"
+    silent = f"{local_process.why_silent(status.process)}; {last}"
+    lines = [f"{at:12.6f} s  {text}" for at, text in calls]
+    record = "\n".join(["when it entered its last collectives, as the other ranks call them:", *lines])
+    return replace(status, silent=silent, record=record, host=local_process.node_name())
+
+
+def _as_json(widest: Group, local_statuses: Sequence[RankStatus], called: RollCall, text: str) -> str:
+    """Return the text of a node's file: the statuses, and the records of its ranks."""
+    fields = {"ranks": as_data(called.statuses), "unknown": called.unknown, "missing": called.missing}
+    records = {status.rank: status.record.splitlines() for status in local_statuses}
+    return json.dumps({"text": text, "node": widest.node, **fields, "records": records}, indent=1)
+
+
+def _hear_others(widest: Group) -> list[RankStatus]:
+    """Return the statuses that other nodes have written since the alarm, once all have, or after some time."""
+    directory, own_name, statuses = widest.directory, f"error-{widest.node}.json", list[RankStatus]()
+
+    def other_files() -> list[str]:
+        return [name for name in directory.names() if ERROR.fullmatch(name) and name != own_name]
+
+    _until(lambda: len(other_files()) >= widest.nodes - 1, time.monotonic() + _NODES_SECONDS)
+    for name in other_files():
+        with suppress(ValueError, TypeError, KeyError):
+            statuses += statuses_in(json.loads(directory.read(name))["ranks"])
+    return statuses
+
+
+def _until(ready: Callable[[], bool], end: float) -> bool:
+    """Wait until `ready`, with growing pauses between two looks; return False if it is not by `end`."""
+    pause = _LOOK_SECONDS
+    while not ready():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_LOOK_SECONDS)
+    return True
 
 
 #: The watchdog of this process, or of the process that has forked it; or None.
@@ -165,11 +308,11 @@ def forget(guard: Guard) -> None:
         watchdog.remove(guard)
 
 
-def expect_long(seconds: Any, where: str) -> contextlib.AbstractContextManager[None]:
+def expect_long(seconds: Any, where: str) -> AbstractContextManager[None]:
     """Do `Watchdog.expect`, if there is one.
 
     Raises:
         OptionTypeError, OptionError: for anything but a number of seconds above 0.
     """
     checked = checked_number(where, "seconds", seconds, "a number above 0", positive)
-    return contextlib.nullcontext() if running is None else running.expect(checked)
+    return nullcontext() if running is None else running.expect(checked)

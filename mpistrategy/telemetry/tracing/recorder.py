@@ -13,6 +13,7 @@ fails, the recording ends after one warning.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -26,14 +27,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from mpistrategy import own_files
+from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call_sites import Signature, without_columns
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, bytes_of, values_in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import watchdog
+from mpistrategy.objects.settings import Fixed, Settable
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.telemetry.own_rank import own_place
+from mpistrategy.telemetry.spans import Switched
 
+#: The environment variable that says in which folder to record.
+VARIABLE = "MPISTRATEGY_TRACE"
 #: The version of the format.
 VERSION = 3
 #: How the files are called.
@@ -67,6 +73,69 @@ class _Interval:
     start: int
     track: tuple[int, int]
     end: int = 0
+
+
+class Trace(Switched, Settable):
+    """A recording of this rank, made by `trace`; a context manager.
+
+    Args:
+        directory: the folder.
+    """
+
+    directory: Fixed[str] = Fixed()
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._recorder: Recorder | None = None
+
+    @property
+    def path(self) -> str:
+        """The file of this rank; "" before something was recorded."""
+        return "" if self._recorder is None else self._recorder.path
+
+    def start(self) -> None:
+        """Begin to record, into a new file."""
+        self.stop()
+        self._recorder = Recorder(os.path.abspath(self.directory))
+        self._recorder.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Write the remaining events; do nothing where nothing is recorded."""
+        if self._recorder is not None:
+            atexit.unregister(self.stop)
+            self._recorder.stop()
+
+
+def trace(directory: str | os.PathLike[str]) -> Trace:
+    """Record collectives, steps and spans of this rank into a folder, as a context manager or between start and stop.
+
+    No messages are sent: ranks may record at different times, or not at all.  Each rank writes its own file while it
+    goes on, so that a job that is killed leaves its trace, too.
+    ``mpistrategy trace folder`` merges the files of all ranks on one clock; a single file opens in a viewer as it is.
+
+    If a write fails, the recording ends after one warning, and the job goes on.
+
+    Args:
+        directory: the folder, which is made if need be; a folder that all nodes see spares copying.
+
+    Returns:
+        A `Trace`: a context manager with ``start()``, ``stop()`` and ``path``.
+
+    Raises:
+        OptionTypeError: for what is not a path.
+    """
+    path: Any = directory
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise OptionTypeError.at("telemetry.trace", found=f"{directory!r}", expected="the path of a folder")
+    return Trace(os.fspath(path))
+
+
+@functools.cache
+def start_from_environment() -> None:
+    """Record the rest of the program where MPISTRATEGY_TRACE says so."""
+    if folder := os.environ.get(VARIABLE, ""):
+        Trace(folder).start()
 
 
 class Recorder:
@@ -133,8 +202,10 @@ class Recorder:
     def _give_up(self, why: str) -> None:
         observers.unwatch(self)
         rank, size = own_place()
-        message = f"[rank {rank}/{size}] mpistrategy cannot write its trace to"
-        sys.stderr.write(f"{message} {self.path or self.directory}: {why}. The job goes on without.\n")
+        sys.stderr.write(
+            f"[rank {rank}/{size}] mpistrategy cannot write its trace to {self.path or self.directory}: {why}. "
+            "The job goes on without.\n"
+        )
 
     # ------------------------------------------------------------------------------- in the recorder's thread
 
@@ -155,30 +226,27 @@ class Recorder:
             return
         if self._file is None:
             own_files.make_folders(self.directory)
-            name = f"{PREFIX}{own_place()[0]}.{time.time_ns()}.{os.getpid()}{SUFFIX}"
+            rank, size = own_place()
+            name = f"{PREFIX}{rank}.{time.time_ns()}.{os.getpid()}{SUFFIX}"
             self.path = os.path.join(self.directory, name)
             self._file = os.fdopen(own_files.new_file(self.path), "w", encoding="utf-8")
-            self._file.write(f"[\n{_json(_header())},\n")
+            header = _about(
+                rank,
+                "mpistrategy",
+                version=VERSION,
+                rank=rank,
+                size=size,
+                host=os.uname().nodename,
+                process=os.getpid(),
+                program=os.path.basename(sys.argv[0] if sys.argv else "") or "python",
+                clock=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),  # equal where clocks are one
+                zero_us=(time.time_ns() - _now()) / 1e3,  # the wall clock's time when this clock was 0
+                wall_us=time.time_ns() / 1e3,
+                begun=datetime.now().astimezone().isoformat(timespec="seconds"),
+            )
+            self._file.write(f"[\n{_json(header)},\n")
         self._file.write("".join(_json(event) + after for event in events))
         self._file.flush()
-
-
-def _header() -> dict[str, Any]:
-    rank, size = own_place()
-    return _about(
-        rank,
-        "mpistrategy",
-        version=VERSION,
-        rank=rank,
-        size=size,
-        host=os.uname().nodename,
-        process=os.getpid(),
-        program=os.path.basename(sys.argv[0] if sys.argv else "") or "python",
-        clock=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),  # equal where clocks are one
-        monotonic_us=_now() / 1e3,
-        wall_us=time.time_ns() / 1e3,
-        begun=datetime.now().astimezone().isoformat(timespec="seconds"),
-    )
 
 
 def _about(pid: int, name: str, **args: Any) -> dict[str, Any]:

@@ -61,13 +61,10 @@ def _late(timeline: Timeline) -> Iterator[str]:
     waited, late = Counter[str](), dict[str, Counter[int]]()
     for event in timeline.events:
         if "last_rank" in (args := event["args"]):
-            place = f"{args.get('call')}{_at(event)}"
+            line = f" at {args['line']}" if "line" in args else ""
+            place = f"{args.get('call')}{line}"
             waited[place] += round(args["waited_us"])
             late.setdefault(place, Counter())[event["pid"]] += event["pid"] == args["last_rank"]
     for place, microseconds in waited.most_common(_MOST_PLACES):
         rank, times = late[place].most_common(1)[0]
         yield f"waited {microseconds / 1e6:.3f} s in {place}: rank {rank} came last to {times} of {late[place].total()}"
-
-
-def _at(event: dict[str, Any]) -> str:
-    return f" at {event['args']['line']}" if "line" in event["args"] else ""

@@ -35,7 +35,7 @@ class Recording:
 
     Attributes:
         header: what its first event says.
-        events: what happened, by beginning.
+        events: what happened, by end.
         is_whole: whether the recording was ended in order.
     """
 
@@ -101,10 +101,10 @@ class Timeline:
         Raises:
             TraceError: when it cannot be written.
         """
-        about = {name: self.recordings[0].header[name] for name in ("program", "begun")}
         about_rank = {"name": "process_name", "ph": "M", "ts": 0, "tid": 0}
         rank_names = [about_rank | {"pid": rank, "args": {"name": f"rank {rank}"}} for rank in self.by_rank()]
-        text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": [*rank_names, *self.events]})
+        header = self.recordings[0].header
+        text = json.dumps({"displayTimeUnit": "ms", "otherData": header, "traceEvents": rank_names + self.events})
         try:
             with own_files.whole_file(path) as file:
                 file.write(text.encode())
@@ -156,9 +156,9 @@ def common_clock(recordings: Sequence[Recording]) -> dict[str, Clock]:
         for name, (last_in, first_out) in windows.items() if reference_out else ():
             bounds.setdefault(name, []).append((reference_in - first_out, reference_out - last_in))
     clocks = {first["clock"]: Clock()}
-    for own_header in (recording.header for recording in recordings):
-        ahead = [header["monotonic_us"] - header["wall_us"] for header in (own_header, first)]
-        clocks.setdefault(own_header["clock"], Clock(ahead[1] - ahead[0]))
+    for recording in recordings:
+        header = recording.header
+        clocks.setdefault(header["clock"], Clock(header["zero_us"] - first["zero_us"]))
     for name, pairs in bounds.items():
         lowest, highest = max(low for low, _ in pairs), min(high for _, high in pairs)
         clocks[name] = Clock((lowest + highest) / 2, (highest - lowest) / 2, len(pairs))
@@ -202,17 +202,13 @@ def read(path: str) -> Recording | None:
     """
     text = own_files.read(path, _MOST_BYTES, only_own=False).decode(errors="replace")
     lines = [line.strip().rstrip(",") for line in text.split("\n")]
-    events = [_event_in(line) for line in lines if line not in ("", "[", "]")]
-    if not events or events[0] is None or events[0]["name"] != "mpistrategy":
+    events = [event for event in map(_event_in, lines) if event is not None]
+    if not events or events[0]["name"] != "mpistrategy":
         return None
     header = events[0]["args"]
     if header["version"] != VERSION:
         raise _refusal(f"{path} of version {header['version']} of the format", f"version {VERSION}")
-    readable = [event for event in events if event is not None]
-    intervals = sorted(
-        (event for event in readable if event["ph"] == "X"), key=lambda event: (event["ts"], -event["dur"])
-    )
-    return Recording(header, intervals, readable[-1]["name"] == "end")
+    return Recording(header, [event for event in events if event["ph"] == "X"], events[-1]["name"] == "end")
 
 
 def _event_in(line: str) -> Event | None:

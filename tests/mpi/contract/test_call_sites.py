@@ -13,8 +13,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from launching import a_row_a_rank
-from replicas import RANK, SIZE, context, still_works
+from replicas import RANK, SIZE, context, several, still_works
 
 import mpistrategy as ms
 from mpistrategy.arrays import nest
@@ -23,7 +22,6 @@ from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call_sites import call_site
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 VALUES: dict[str, Any] = {
     "one number": 1.0,
@@ -67,7 +65,7 @@ def test_calls_of_a_helper_in_another_order_are_found(strategy: ms.Strategy, wha
         strategy.run(step, args=(False,))
     with pytest.raises(CollectiveMismatchError, match="differ in: place") as caught:
         strategy.run(step, args=(RANK == 0,))
-    report = a_row_a_rank(str(caught.value))
+    report = launching.a_row_a_rank(str(caught.value))
     for rank in range(SIZE):
         caller = line_of("the loss" if rank else "the count")
         place = rf"place=test_call_sites.py:{line_of('allsum')}:\d+ from test_call_sites.py:{caller}:\d+ from "
@@ -166,7 +164,7 @@ def test_frames_of_the_library_are_no_callers(strategy: ms.Strategy) -> None:
     assert still_works(strategy)
 
 
-def test_what_calls_a_module_does_not_count(tmp_path: Path, launch: Callable[..., launching.Finished]) -> None:
+def test_what_calls_a_module_does_not_count(tmp_path: Path, launch: launching.Launch) -> None:
     """Ranks may be started differently: a debugger or a profiler on one of them, and Python may know no columns."""
     program = launching.program(
         """

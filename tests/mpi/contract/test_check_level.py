@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
 import numpy as np
 import pytest
 from declared import IN_STEPS, called
-from replicas import RANK, RANKS, SIZE, OnNodes, context
+from replicas import RANK, RANKS, SIZE, OnNodes, context, several
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.mpi.contract import check_level
-
-Launch = Callable[..., launching.Finished]
-several = pytest.mark.mpi(min_size=2)
 
 
 @several
@@ -105,7 +101,9 @@ print("the end", flush=True)
 
 
 @pytest.mark.each_mpi
-def test_what_a_peer_has_sent_past_an_error_is_never_taken_for_other_data(launch: Launch, tmp_path: Path) -> None:
+def test_what_a_peer_has_sent_past_an_error_is_never_taken_for_other_data(
+    launch: launching.Launch, tmp_path: Path
+) -> None:
     job = launch(2, [launching.program(PROGRAM, tmp_path)])
     assert job.returncode == 1, job
     assert "received [5. 5.]" not in job.stdout, job

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, SIZE, still_works
+from replicas import RANK, SIZE, several, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 
 def variable_of(strategy: ms.Strategy, value: Any, **policy: Any) -> ms.Variable:
@@ -25,18 +24,12 @@ def variable_of(strategy: ms.Strategy, value: Any, **policy: Any) -> ms.Variable
 
 def test_threads_with_a_strategy_each_do_not_meet() -> None:
     made = [ms.MirroredStrategy() for _ in range(2)]
-    totals: dict[int, list[float]] = {0: [], 1: []}
 
-    def work(which: int) -> None:
-        for _ in range(20):
-            totals[which].append(float(made[which].reduce("SUM", 10.0**which)))
+    def totals(which: int) -> list[float]:
+        return [float(made[which].reduce("SUM", 10.0**which)) for _ in range(20)]
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert totals == {0: [SIZE] * 20, 1: [10.0 * SIZE] * 20}
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(totals, range(2))] == [[SIZE] * 20, [10.0 * SIZE] * 20]
     for strategy in made:
         strategy.close()
 

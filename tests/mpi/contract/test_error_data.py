@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, gather_texts, still_works
+from replicas import RANK, SIZE, gather_texts, several, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 
 def raised(call: Callable[[], Any]) -> errors.MpiStrategyError:

@@ -12,16 +12,14 @@ import launching
 import numpy as np
 import pytest
 from declared import IN_STEPS
-from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, several, still_works
 
 import mpistrategy as ms
-from mpistrategy.errors import ContextError, RemoteError
+from mpistrategy.errors import RemoteError
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 from mpistrategy.reduction.routes import host as route
 
 pytestmark = pytest.mark.mpi
-Launch = Callable[..., launching.Finished]
-several = pytest.mark.mpi(min_size=2)
 
 LARGE = np.ones(300_000)
 
@@ -36,26 +34,6 @@ def strategy() -> Iterator[ms.Strategy]:
 
 def no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("there is none")
-
-
-@several
-def test_an_error_that_nobody_waits_for_is_told_in_the_next_call(strategy: ms.Strategy) -> None:
-    """A user's algorithm that raises on one rank after all have their results."""
-
-    class Raising(ms.MpiAllReduce):
-        def reduce_implementation(self, *arguments: Any) -> Any:
-            result = super().reduce_implementation(*arguments)
-            if RANK == SIZE - 1:
-                raise ValueError("the user's own")
-            return result
-
-    strategy.extended.cross_device_ops = Raising()
-    ends = outcomes(lambda: strategy.extended.reduce_to("SUM", LARGE, LARGE))
-    assert ends[-1].error is Exception
-    assert {end.error for end in ends[:-1]} <= {None, RemoteError}
-    after = outcomes(lambda: strategy.extended.reduce_to("SUM", LARGE, LARGE))
-    assert {end.error for end in after} <= {RemoteError, ContextError}
-    assert all(f"rank {SIZE - 1} failed in StrategyExtended.reduce_to: ValueError" in end.text for end in after)
 
 
 @several
@@ -126,9 +104,7 @@ except (MemoryError, ms.errors.RemoteError) as error:
     [("pass", 0), ("strategy.close()", 0), ("raise", 1)],
     ids=["caught", "closed", "uncaught"],
 )
-def test_a_job_whose_strategy_has_failed_ends(
-    launch: Callable[..., launching.Finished], after: str, status: int | None
-) -> None:
+def test_a_job_whose_strategy_has_failed_ends(launch: launching.Launch, after: str, status: int | None) -> None:
     job = launch(3, ONE_RANK_LEAVES.replace("{after}", after), timeout=40)
     assert job.returncode == status
     assert "rank 1: MemoryError" in job.stdout
@@ -181,7 +157,9 @@ except Exception as error:
 @pytest.mark.one_rank
 @pytest.mark.parametrize("what", ["a number", "an array", "a large array", "an arena", "assign"])
 @pytest.mark.slow
-def test_a_signal_that_raises_while_a_rank_waits_for_the_others(launch: Launch, tmp_path: Path, what: str) -> None:
+def test_a_signal_that_raises_while_a_rank_waits_for_the_others(
+    launch: launching.Launch, tmp_path: Path, what: str
+) -> None:
     """It has shown its call already; the peers must not take that for an agreement."""
     job = launch(2, [launching.program(SIGNALLED, tmp_path), what], timeout=60).check()
     assert "rank 0: TimeoutError: of the program True" in job.stdout, job
@@ -225,7 +203,7 @@ except (KeyboardInterrupt, ms.errors.RemoteError) as error:
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
 @pytest.mark.slow
-def test_a_rank_that_leaves_while_the_others_send_their_reports(launch: Launch) -> None:
+def test_a_rank_that_leaves_while_the_others_send_their_reports(launch: launching.Launch) -> None:
     """Ranks 0 and 1 know that their calls differ, and wait for the report of rank 2, which takes no more calls."""
     job = launch(3, LEFT_BETWEEN_REPORTS, timeout=60).check()
     assert job.stdout.count(": RemoteError: rank 2 failed in Strategy.reduce: KeyboardInterrupt: Ctrl-C") == 2, job
@@ -299,7 +277,7 @@ for kind in kinds:
     ("what", "nodes"), [("float16", 1), ("arena", 1), ("float16", 2), *((method, 1) for method in IN_STEPS)]
 )
 def test_an_error_after_the_agreement_ends_the_job_though_the_program_catches_it(
-    launch: Launch, tmp_path: Path, what: str, nodes: int
+    launch: launching.Launch, tmp_path: Path, what: str, nodes: int
 ) -> None:
     program = launching.program(FAILS_AFTER_THE_AGREEMENT.replace("{helpers}", repr(launching.HELPERS)), tmp_path)
     nodes_of = {"MPIR_CVAR_NUM_CLIQUES": str(nodes)}
@@ -314,7 +292,7 @@ def test_an_error_after_the_agreement_ends_the_job_though_the_program_catches_it
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ["MemoryError", "KeyboardInterrupt"])
 def test_a_contained_error_after_the_agreement_reaches_the_others_in_their_next_call_at_the_latest(
-    launch: Launch, tmp_path: Path, error: str
+    launch: launching.Launch, tmp_path: Path, error: str
 ) -> None:
     kinds = [*IN_STEPS, "float16", "broadcast", "arena", "barrier", "assign"]
     kinds += ["reduce", "gather", "reduce_to", "broadcast_to", "scatter", "apply"]
@@ -378,7 +356,7 @@ with ms.MirroredStrategy(on_error="raise") as strategy:
     ],
 )
 def test_no_rank_waits_for_one_that_was_interrupted(
-    launch: Launch, tmp_path: Path, kind: str, line: str, error: str, nodes: int
+    launch: launching.Launch, tmp_path: Path, kind: str, line: str, error: str, nodes: int
 ) -> None:
     if nodes > 1 and not launching.LIBRARY.startswith("MPICH"):
         pytest.skip("only MPICH pretends to run on several nodes")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, OnNodes, context, outcomes
+from replicas import RANK, SIZE, OnNodes, context, outcomes, raising, several
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.mpi.contract import failures
 
-several = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
 #: The sums of few numbers travel with the comparison, others after it.
 FEW, COUNT = 2, 1000
@@ -51,31 +46,12 @@ def repeated(strategy: ms.Strategy, times: int, step: Callable[[], object] = sum
         strategy.run(step)
 
 
-@contextmanager
-def raised(error: BaseException, event: str, name: str) -> Iterator[None]:
-    """Raise once where the function of this name is entered or left, as the handler of a signal may."""
-    before = sys.gettrace()
-
-    def trace(frame: FrameType, what: str, _: object) -> Any:
-        if (what, frame.f_code.co_name) == (event, name) and "/mpistrategy/" in frame.f_code.co_filename:
-            sys.settrace(before)
-            raise error
-        return trace
-
-    sys.settrace(trace)
-    try:
-        with pytest.raises(type(error)):
-            yield
-        assert sys.gettrace() is before
-    finally:
-        sys.settrace(before)
-
-
 def check_all_hear(strategy: ms.Strategy, step: Callable[[], object], event: str, name: str) -> None:
     """Interrupt a step on the last rank: that takes no more calls, and the others raise, in that call or the next."""
     if RANK == LAST:
-        with raised(KeyboardInterrupt("Ctrl-C"), event, name):
+        with raising(KeyboardInterrupt("Ctrl-C"), event, name):
             strategy.run(step)
+            pytest.fail("not interrupted")
         with pytest.raises(errors.ContextError, match="Ctrl-C"):
             strategy.run(step)
     else:
@@ -128,7 +104,7 @@ def test_where_a_call_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with ms.MirroredStrategy(on_error="raise") as strategy:
         repeated(strategy, KNOWN)
         if RANK == LAST:
-            with raised(KeyboardInterrupt("Ctrl-C"), "call", "__exit__"):
+            with raising(KeyboardInterrupt("Ctrl-C"), "call", "__exit__"):
                 strategy.run(summed)
         else:
             strategy.run(summed)

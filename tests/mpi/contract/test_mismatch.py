@@ -13,6 +13,7 @@ from replicas import RANK, RANKS, SIZE, context, outcomes, still_works
 import mpistrategy as ms
 from mpistrategy import CommunicationOptions, errors
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, mismatch
+from mpistrategy.optimizers import SGD
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -35,6 +36,14 @@ def all_reduce(value: Any, odd_value: Any, op: str = "SUM", odd_op: str = "SUM",
 
 def either(call: Callable[[Any, Any], Any], odd_call: Callable[[Any, Any], Any]) -> Any:
     return lambda s, v: (odd_call if ODD else call)(s, v)
+
+
+def created(value: Any = 0.0, odd_value: Any = 0.0, **named: Any) -> Any:
+    def create(strategy: ms.Strategy, _: Any) -> ms.Variable:
+        with strategy.scope():
+            return ms.Variable(odd_value if ODD else value, **named)
+
+    return create
 
 
 ONES = np.ones(3)
@@ -128,6 +137,34 @@ DIFFERENCES: list[tuple[str, Any, list[str]]] = [
         ["HierarchicalCopyAllReduce"],
     ),
     ("barriers", lambda s, v: s.extended.barrier("end" if ODD else "begin"), ["name", "begin", "end"]),
+    (
+        "barrier and reduction",
+        either(lambda s, v: s.barrier(), lambda s, v: s.reduce("SUM", 1.0)),
+        ["barrier", "Strategy.reduce"],
+    ),
+    ("None in another place", all_reduce([None, 1.0], [1.0, None]), ["structure", "None as leaf"]),
+    ("None and a value more", all_reduce([None, 1.0], [None, 1.0, 2.0]), ["structure", "None as leaf"]),
+    ("None alone", all_reduce([None, 1.0], None), ["structure", "None as leaf"]),
+    ("None along no axis", lambda s, v: s.reduce("SUM", [1.0, None] if ODD else [1.0, 2.0]), ["None as leaf 1"]),
+    ("exclusive", lambda s, v: s.run(lambda: context().scan("SUM", 1.0, ODD)), ["SUM, exclusive"]),
+    ("shape of a root's value", lambda s, v: s.broadcast(np.ones(3 + ODD)), ["values", "[4]"]),
+    ("dtype of a root's value", lambda s, v: s.broadcast(np.ones(3, "f4" if ODD else "f8")), ["values", "float32"]),
+    ("structure of a root's value", lambda s, v: s.broadcast([1.0] if ODD else (1.0,)), ["structure"]),
+    ("root", lambda s, v: s.broadcast(1.0, int(ODD)), ["op"]),
+    ("shape of a variable", created(np.zeros(2), np.zeros(3)), ["values", "float64[2]", "float64[3]"]),
+    ("dtype of a variable", created(np.zeros(2), np.zeros(2, "f4")), ["values", "float64[2]", "float32[2]"]),
+    ("aggregation", created(aggregation="SUM" if ODD else "MEAN"), ["op", "SUM", "MEAN"]),
+    ("synchronization", created(synchronization="ON_READ" if ODD else "ON_WRITE"), ["op", "ON_READ", "ON_WRITE"]),
+    ("name of a variable", created(name="odd" if ODD else "even"), ["name", "odd", "even"]),
+    ("a variable and a reduction", either(created(), lambda s, v: s.reduce("SUM", 0.0)), ["Variable", "reduce"]),
+    ("variables to compare", lambda s, v: s.assert_mirrored([v[ODD]]), ["structure", "weights", "bias"]),
+    ("some to compare", lambda s, v: s.assert_mirrored(list(v[ODD:])), ["structure", "weights", "bias"]),
+    ("all to compare", lambda s, v: s.assert_mirrored(None if ODD else [v[0]]), ["structure", "weights", "all of"]),
+    (
+        "mirrored_check_steps",
+        lambda s, v: s.run(lambda: SGD(mirrored_check_steps=1 + ODD).apply_gradients([(np.ones(2), v[0])])),
+        ["mirrored_check_steps"],
+    ),
 ]  # fmt: skip
 
 
@@ -152,23 +189,6 @@ def test_every_rank_is_told_what_differs(
     assert still_works(strategy)
 
 
-def test_an_exception_between_two_calls_on_one_rank_is_not_lost(strategy: ms.Strategy) -> None:
-    """Inside a call that all make together, one rank's own exception reaches the others by name."""
-
-    def fail(values: list[Any]) -> Any:
-        raise KeyError("on the summing rank")
-
-    def call() -> Any:
-        with strategy.scope():
-            return ms.ReductionToOneDevice("task:1", accumulation_fn=fail).reduce("SUM", ONES, "CPU:0")
-
-    for rank, end in enumerate(outcomes(call)):
-        assert end.error is (Exception if rank == 1 else errors.RemoteError)
-        assert "on the summing rank" in end.text
-        assert rank == 1 or "KeyError" in end.text
-    assert still_works(strategy)
-
-
 @pytest.mark.parametrize("returned", [None, np.ones(4), np.ones(3, complex), "text", np.array([None] * 3)])
 def test_what_an_accumulation_function_may_not_return(strategy: ms.Strategy, returned: Any) -> None:
     def call() -> Any:
@@ -179,18 +199,6 @@ def test_what_an_accumulation_function_may_not_return(strategy: ms.Strategy, ret
         assert end.error is not None
         assert issubclass(end.error, errors.MpiStrategyError), end.text
         assert "accumulation_fn" in end.text
-    assert still_works(strategy)
-
-
-def test_a_closed_strategy_says_so(strategy: ms.Strategy) -> None:
-    closed = ms.MirroredStrategy()
-    closed.close()
-    closed.close()  # again is no mistake
-    for call in (lambda: closed.reduce("SUM", 1.0), lambda: closed.gather(ONES, 0), lambda: closed.extended.barrier()):
-        for end in outcomes(call):
-            assert end.error is not None
-            assert issubclass(end.error, errors.MpiStrategyError), end.text
-            assert "close" in end.text
     assert still_works(strategy)
 
 

@@ -6,26 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as World
 from typing import Any
 
 import declared
 import numpy as np
 import pytest
 from checkpoints import shared_folder
-from replicas import RANK, RANKS, SIZE, OnNodes, context, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, context, several, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 ONES, ROWS = np.ones(2), ms.IndexedSlices(np.ones((1, 2)), np.array([0]), (2, 2))
 BATCHES = [np.arange(4.0), np.arange(4.0)]
 
-#: What a call is made with: a strategy in its scope, some variables of it, and a folder that all ranks share.
-World = SimpleNamespace
+#: A call is made with a strategy in its scope, some variables of it and a folder that all ranks share; and its name.
 Call = Callable[[World, Any], Any]
 
 

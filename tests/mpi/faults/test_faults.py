@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import launching
 import pytest
 from replicas import RANK, SIZE, outcomes
@@ -12,8 +10,6 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.mpi.contract import public_calls
 from mpistrategy.mpi.faults.injection import Fault, parse
-
-Launch = Callable[..., launching.Finished]
 
 # Every rank prints what it got. Rank 0 wakes a peer that was stopped.
 PROGRAM = """
@@ -145,11 +141,11 @@ print(caught.partition(":")[0] + "\\n", end="")
 """
 
 
-def run(launch: Launch, plan: str, ranks: int = 2, program: str = PROGRAM) -> launching.Finished:
+def run(launch: launching.Launch, plan: str, ranks: int = 2, program: str = PROGRAM) -> launching.Finished:
     return launch(ranks, program, timeout=30, env={public_calls.PLAN: plan})
 
 
-def test_calls_of_many_kinds_without_those_within_calls(launch: Launch) -> None:
+def test_calls_of_many_kinds_without_those_within_calls(launch: launching.Launch) -> None:
     """A fault on all ranks is raised on all, and the strategy goes on."""
     plan = "rank=any, at=#4, do=raise; rank=1, at=next#2, do=delay:0.01; rank=1, at=wait#1, do=delay:0.01"
     done = run(launch, plan, program=CALLS).check()
@@ -157,7 +153,7 @@ def test_calls_of_many_kinds_without_those_within_calls(launch: Launch) -> None:
     assert done.stderr.count("injected fault") == 4
 
 
-def test_by_an_option_of_run(launch: Launch) -> None:
+def test_by_an_option_of_run(launch: launching.Launch) -> None:
     arguments = ["-m", "mpistrategy", "run", "--inject", "rank=1, at=barrier#2, do=raise", "-c"]
     text = "import mpistrategy as ms; s = ms.MirroredStrategy(); s.barrier(); s.barrier()"
     done = launch(2, [*arguments, text], timeout=30)
@@ -166,7 +162,7 @@ def test_by_an_option_of_run(launch: Launch) -> None:
 
 
 @pytest.mark.each_mpi
-def test_kill_ends_the_job(launch: Launch) -> None:
+def test_kill_ends_the_job(launch: launching.Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=kill", 3)
     assert done.returncode != 0
     assert done.seconds < 10
@@ -174,7 +170,7 @@ def test_kill_ends_the_job(launch: Launch) -> None:
     assert "right" not in done.stdout
 
 
-def test_delay_changes_nothing(launch: Launch) -> None:
+def test_delay_changes_nothing(launch: launching.Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=delay:0.3s").check()
     assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: right"]
     assert done.stderr.count("injected fault") == 1
@@ -182,6 +178,6 @@ def test_delay_changes_nothing(launch: Launch) -> None:
 
 @pytest.mark.each_mpi
 @pytest.mark.slow
-def test_stop_stops_the_process_until_it_is_woken(launch: Launch) -> None:
+def test_stop_stops_the_process_until_it_is_woken(launch: launching.Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=stop").check()
     assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: right", "was stopped"]

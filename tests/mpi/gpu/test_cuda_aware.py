@@ -123,6 +123,7 @@ def test_a_library_is_asked(tmp_path: Path, name: str, source: str, says: bool) 
 def test_this_mpi_is_found_and_asked() -> None:
     version, *files = loaded_mpi.identity()
     assert version == launching.LIBRARY
+    assert any(map(loaded_mpi.is_mpi, files))
     assert cuda_trial.says_yes(files) in (True, False)
 
 

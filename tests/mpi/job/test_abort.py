@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
 import pytest
 
 pytestmark = pytest.mark.each_mpi
-Launch = Callable[..., launching.Finished]
 
 RUN = ["-m", "mpistrategy", "run"]
 PROGRAM = """
@@ -127,7 +125,7 @@ CASES = [
     ids=[f"{how}, the others {wait}{', by mpistrategy run' * bool(start)}" for how, wait, _, _, start in CASES],
 )
 def test_one_rank_ends_and_the_job_ends(
-    launch: Launch, tmp_path: Path, how: str, waiting: str, first: bool, bad: int, start: list[str]
+    launch: launching.Launch, tmp_path: Path, how: str, waiting: str, first: bool, bad: int, start: list[str]
 ) -> None:
     code, status, said = ENDS[how]
     fail = "\n".join(f"    {line}" for line in code.split("\n"))
@@ -168,7 +166,7 @@ rank = strategy.rank
 
 @pytest.mark.parametrize("start", [[], RUN], ids=["python", "mpistrategy run"])
 @pytest.mark.parametrize("how", TOGETHER)
-def test_all_ranks_end_together(launch: Launch, tmp_path: Path, how: str, start: list[str]) -> None:
+def test_all_ranks_end_together(launch: launching.Launch, tmp_path: Path, how: str, start: list[str]) -> None:
     code, status = TOGETHER[how]
     job = launch(3, [*start, launching.program(HEAD + code + "\n", tmp_path)], timeout=20)
     assert job.returncode == status, job
@@ -177,7 +175,7 @@ def test_all_ranks_end_together(launch: Launch, tmp_path: Path, how: str, start:
     assert not re.search("Traceback|the whole job ends", job.stderr), job  # a launcher may say that ranks failed
 
 
-def run(launch: Launch, body: str, ranks: int = 2) -> launching.Finished:
+def run(launch: launching.Launch, body: str, ranks: int = 2) -> launching.Finished:
     lines = body.strip("\n").split("\n")
     indent = len(lines[0]) - len(lines[0].lstrip())
     return launch(ranks, HEAD + "\n".join(line[indent:] for line in lines) + "\n", timeout=20)
@@ -202,7 +200,7 @@ strategy.barrier()
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
-def test_a_rank_that_was_interrupted_in_a_call_ends_the_job(launch: Launch, nodes: str) -> None:
+def test_a_rank_that_was_interrupted_in_a_call_ends_the_job(launch: launching.Launch, nodes: str) -> None:
     """The others wait for it there, whether its program catches that or not."""
     job = launch(2, INTERRUPTED, env={"MPIR_CVAR_NUM_CLIQUES": nodes}, timeout=20)
     assert job.returncode == 130, job
@@ -214,7 +212,7 @@ LEFT = "left: its program has ended"
 
 
 @pytest.mark.parametrize("leavers", [{1, 2}, {0, 3}, {1}], ids=str)
-def test_those_who_left_are_told_apart_from_those_who_differ(launch: Launch, leavers: set[int]) -> None:
+def test_those_who_left_are_told_apart_from_those_who_differ(launch: launching.Launch, leavers: set[int]) -> None:
     """Every rank that stays hears of all that left, again and again, and of the calls of the others."""
     body = f"""
         for time in range(2 * (rank not in {leavers})):
@@ -236,14 +234,14 @@ def test_those_who_left_are_told_apart_from_those_who_differ(launch: Launch, lea
             assert re.search(rf"rank {rank}: call=(barrier|Strategy\.reduce)  .* at \S+\.py:\d+ ", report), job
 
 
-def test_a_rank_that_left_ends_those_who_do_not_catch_it(launch: Launch) -> None:
+def test_a_rank_that_left_ends_those_who_do_not_catch_it(launch: launching.Launch) -> None:
     job = run(launch, "sys.exit(0) if rank == 1 else strategy.reduce('SUM', 1.0)", 3)
     assert job.returncode == 1, job
     assert job.seconds < 10, job
     assert re.search(rf"\[rank [02]/3\]   rank 1 {LEFT}", job.stderr), job
 
 
-def test_a_group_of_ranks_that_fails_ends_the_other_groups_too(launch: Launch) -> None:
+def test_a_group_of_ranks_that_fails_ends_the_other_groups_too(launch: launching.Launch) -> None:
     body = """
         half = MPI.COMM_WORLD.Split(rank % 2, rank)
         group = ms.MirroredStrategy(communicator=half)
@@ -258,7 +256,7 @@ def test_a_group_of_ranks_that_fails_ends_the_other_groups_too(launch: Launch) -
     assert job.seconds < 20
 
 
-def test_on_one_rank_exceptions_are_pythons_own(launch: Launch) -> None:
+def test_on_one_rank_exceptions_are_pythons_own(launch: launching.Launch) -> None:
     job = run(launch, 'raise ValueError("the reason")', 1)
     assert job.returncode == 1
     assert job.stderr.startswith("Traceback"), job
@@ -300,7 +298,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("how", WHOLE)
-def test_an_error_of_all_ranks_is_printed_once(launch: Launch, tmp_path: Path, how: str) -> None:
+def test_an_error_of_all_ranks_is_printed_once(launch: launching.Launch, tmp_path: Path, how: str) -> None:
     run = ["-m", "mpistrategy", "run"] if how == "calls that differ" else []
     job = launch(3, [*run, launching.program(ONE_REPORT, tmp_path), how], timeout=40)
     assert job.returncode == 1, job

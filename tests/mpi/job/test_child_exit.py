@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
@@ -10,7 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.one_rank
 
-Launch = Callable[..., launching.Finished]
 
 # What a child does, at the main program's own level, and its status.
 ENDS = {
@@ -58,7 +56,7 @@ else:
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("first", ["", "strategy.close()"])
-def test_a_child_ends_as_a_program_does_and_leaves_its_parent_alone(launch: Launch, first: str) -> None:
+def test_a_child_ends_as_a_program_does_and_leaves_its_parent_alone(launch: launching.Launch, first: str) -> None:
     """It must not take part in MPI_Finalize."""
     branches = "\n".join(f"    if end == {end!r}: {end}" for end in ENDS)
     job = launch(2, PROGRAM.format(first=first, ends=list(ENDS), branches=branches), timeout=40).check()
@@ -72,7 +70,7 @@ def test_a_child_ends_as_a_program_does_and_leaves_its_parent_alone(launch: Laun
 
 
 @pytest.mark.parametrize("first", ["", "strategy.close()"])
-def test_a_child_that_is_forked_at_the_end(launch: Launch, first: str) -> None:
+def test_a_child_that_is_forked_at_the_end(launch: launching.Launch, first: str) -> None:
     source = f"""
         import atexit, os
         import mpistrategy as ms
@@ -89,7 +87,7 @@ def test_a_child_that_is_forked_at_the_end(launch: Launch, first: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_child_under_mpistrategy_run(launch: Launch, tmp_path: Path) -> None:
+def test_a_child_under_mpistrategy_run(launch: launching.Launch, tmp_path: Path) -> None:
     """It ends with any status it likes, and the job is unfinished still."""
     (tmp_path / "unfinished").touch()
     (tmp_path / "job.py").write_text("""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
@@ -33,7 +32,7 @@ def test_switches(on: bool, texts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.one_rank
-def test_a_job_tells_of_a_variable_that_nobody_reads(launch: Callable[..., launching.Finished]) -> None:
+def test_a_job_tells_of_a_variable_that_nobody_reads(launch: launching.Launch) -> None:
     program = "import mpistrategy as ms\nms.MirroredStrategy().barrier()\n"
     job = launch(2, program, env={"MPISTRATEGY_CHEKC": "off"}).check()
     told = "OptionWarning: nothing reads the variable MPISTRATEGY_CHEKC of the environment.  "

@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
@@ -18,8 +17,6 @@ import mpistrategy as ms
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.job.launcher import ALONE, check_world
 from mpistrategy.mpi.over_mpi import ranks as over_mpi
-
-Launch = Callable[..., launching.Finished]
 
 MPICH, OPEN_MPI, INTEL = "MPICH 5.0.2", "Open MPI v5.0.11", "Intel MPI Library 2021.18"
 ROOT = Path(__file__).resolve().parents[3]
@@ -203,7 +200,9 @@ def alone(folder: Path, *, told: dict[str, str], run: bool = False, shell: bool 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("shell", [False, True])
 @pytest.mark.parametrize("run", [False, True])
-def test_what_srun_starts_without_pmi_does_not_run(launch: Launch, tmp_path: Path, run: bool, shell: bool) -> None:
+def test_what_srun_starts_without_pmi_does_not_run(
+    launch: launching.Launch, tmp_path: Path, run: bool, shell: bool
+) -> None:
     job = alone(tmp_path, told=STEP, run=run, shell=shell)
     assert job.returncode == (2 if run else 1), job
     assert "replicas" not in job.stdout
@@ -213,7 +212,7 @@ def test_what_srun_starts_without_pmi_does_not_run(launch: Launch, tmp_path: Pat
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("told", [BATCH, STEP | {"SLURM_PTY_PORT": "1"}, STEP | {ALONE: "1"}])
-def test_what_runs_alone_in_an_allocation_runs(launch: Launch, tmp_path: Path, told: dict[str, str]) -> None:
+def test_what_runs_alone_in_an_allocation_runs(launch: launching.Launch, tmp_path: Path, told: dict[str, str]) -> None:
     assert alone(tmp_path, told=told).check().stdout == "replicas: 1\n"
 
 

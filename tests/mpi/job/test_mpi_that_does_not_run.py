@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
 import pytest
 
-Launch = Callable[..., launching.Finished]
 pytestmark = pytest.mark.each_mpi
 
 NOT_INITIALIZED = """
@@ -34,6 +32,6 @@ else:
 """
 
 
-def test_what_is_said_of_an_mpi_that_does_not_run(launch: Launch, tmp_path: Path) -> None:
+def test_what_is_said_of_an_mpi_that_does_not_run(launch: launching.Launch, tmp_path: Path) -> None:
     job = launch(2, launching.program(NOT_INITIALIZED, tmp_path), timeout=30, cwd=tmp_path)
     assert (job.returncode, job.stderr.strip()) == (0, ""), job

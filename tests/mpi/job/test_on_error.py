@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
-from replicas import RANK, in_step, outcomes, rows, still_works
+from replicas import RANK, in_step, outcomes, rows, several, still_works
 
 import mpistrategy as ms
-from mpistrategy.errors import OptionError
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
-Launch = Callable[..., launching.Finished]
 
 
 # ------------------------------------------------------------------------------------------------- what is given back
@@ -46,13 +42,13 @@ print("given back")
 
 @pytest.mark.one_rank
 @pytest.mark.slow
-def test_threads_are_given_back_at_the_last_close(launch: Launch) -> None:
+def test_threads_are_given_back_at_the_last_close(launch: launching.Launch) -> None:
     job = launch(4, FREE, timeout=60).check()
     assert job.stdout.count("given back") == 4, job
 
 
 @pytest.mark.one_rank
-def test_after_the_last_close_an_exception_is_pythons_again(launch: Launch) -> None:
+def test_after_the_last_close_an_exception_is_pythons_again(launch: launching.Launch) -> None:
     """In any thread; the job ends when MPI does."""
     source = """
         import sys, threading
@@ -136,7 +132,7 @@ print(f"rank {world.rank} is done", flush=True)
 @pytest.mark.parametrize(
     ("how", "nodes"), rows(2, ["in the program", "in a step", "interrupted", "caught"], [False, True])
 )
-def test_a_failure_stays_in_its_communicator(launch: Launch, tmp_path: Path, how: str, nodes: bool) -> None:
+def test_a_failure_stays_in_its_communicator(launch: launching.Launch, tmp_path: Path, how: str, nodes: bool) -> None:
     path = launching.program(ENSEMBLE, tmp_path)
     job = launch(4, [path, how + " nodes" * nodes], timeout=60)
     assert job.returncode, job
@@ -150,7 +146,7 @@ def test_a_failure_stays_in_its_communicator(launch: Launch, tmp_path: Path, how
 
 @pytest.mark.one_rank
 @pytest.mark.slow
-def test_an_exception_in_a_thread_of_the_programs_is_its_own(launch: Launch, tmp_path: Path) -> None:
+def test_an_exception_in_a_thread_of_the_programs_is_its_own(launch: launching.Launch, tmp_path: Path) -> None:
     path = launching.program(ENSEMBLE, tmp_path)
     job = launch(4, [path, "in a thread"], timeout=60).check()
     assert len(re.findall(r"rank \d is done", job.stdout)) == 4, job
@@ -188,7 +184,7 @@ print(f"rank {world.rank} is done", flush=True)
 
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
-def test_a_late_collective_raises_and_ends_nothing(launch: Launch, tmp_path: Path) -> None:
+def test_a_late_collective_raises_and_ends_nothing(launch: launching.Launch, tmp_path: Path) -> None:
     job = launch(4, LATE, timeout=60, cwd=tmp_path).check()
     assert len(re.findall(r"rank \d is done", job.stdout)) == 4, job
     assert re.search(r"rank 0: CollectiveTimeoutError: a collective is late.*not come: rank 1\.", job.stdout), job
@@ -224,7 +220,7 @@ strategy.close()
 
 @pytest.mark.slow  # the roll call waits for the other node, which does not answer, longer than for anything else
 @pytest.mark.one_rank
-def test_a_late_collective_raises_where_another_node_does_not_answer(launch: Launch, tmp_path: Path) -> None:
+def test_a_late_collective_raises_where_another_node_does_not_answer(launch: launching.Launch, tmp_path: Path) -> None:
     environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRATEGY_TIMEOUT_SECONDS": "2"}
     job = launch(2, STOPPED, timeout=60, cwd=tmp_path, env=environment).check()
     assert "raised\n" in job.stdout, job
@@ -335,7 +331,9 @@ except ms.errors.CollectiveTimeoutError:
 
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
-def test_a_rank_on_another_node_that_comes_after_the_roll_call_does_not_wait(launch: Launch, tmp_path: Path) -> None:
+def test_a_rank_on_another_node_that_comes_after_the_roll_call_does_not_wait(
+    launch: launching.Launch, tmp_path: Path
+) -> None:
     environment = {"MPISTRATEGY_TIMEOUT_SECONDS": "2"}
     job = launch(2, [launching.program(COMES_LATE, tmp_path)], timeout=60, env=environment)
     assert "late" in job.stdout, job
@@ -346,7 +344,7 @@ def test_a_rank_on_another_node_that_comes_after_the_roll_call_does_not_wait(lau
 
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
-def test_ranks_on_other_nodes_that_hear_late_can_close(launch: Launch, tmp_path: Path) -> None:
+def test_ranks_on_other_nodes_that_hear_late_can_close(launch: launching.Launch, tmp_path: Path) -> None:
     job = launch(3, [launching.program(UNHEARD, tmp_path)], timeout=60).check()
     assert sorted(set(job.stdout.split("\n"))) == [
         "", "closed", "rank 0: RemoteError", "rank 1: RemoteError", "rank 2: ContextError", "rank 2: ValueError",
@@ -356,7 +354,7 @@ def test_ranks_on_other_nodes_that_hear_late_can_close(launch: Launch, tmp_path:
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
 @pytest.mark.parametrize("nodes", [False, True])
-def test_a_rank_that_leaves_tells_the_others(launch: Launch, tmp_path: Path, nodes: bool) -> None:
+def test_a_rank_that_leaves_tells_the_others(launch: launching.Launch, tmp_path: Path, nodes: bool) -> None:
     """By an error that leaves the with block, and by close(); then all meet in a call of the program's own."""
     job = launch(3, [launching.program(LEAVES, tmp_path), *["nodes"] * nodes], timeout=60).check()
     for end, where in (("with_block", "its with block"), ("closed", "Strategy.close")):
@@ -400,7 +398,9 @@ except (RuntimeError, MemoryError):
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
 @pytest.mark.parametrize("how", ["thread", "thread caught", "memory raise"])
-def test_a_rank_that_fails_inside_its_first_strategy_ends_the_job(launch: Launch, tmp_path: Path, how: str) -> None:
+def test_a_rank_that_fails_inside_its_first_strategy_ends_the_job(
+    launch: launching.Launch, tmp_path: Path, how: str
+) -> None:
     job = launch(3, [launching.program(FIRST, tmp_path), how], timeout=50)
     assert job.returncode == 1, job
     said = "MemoryError: no more" if "memory" in how else "RuntimeError: can't start new thread"
@@ -421,9 +421,9 @@ def test_raised_and_caught_another_strategy_goes_on() -> None:
 def test_the_choice_is_checked_and_compared() -> None:
     for wrong in ("stop", None, 3):
         value: Any = wrong
-        with pytest.raises(OptionError, match='expected "abort" or "raise"'):
+        with pytest.raises(ms.errors.OptionError, match='expected "abort" or "raise"'):
             ms.MirroredStrategy(on_error=value)
-    with pytest.raises(OptionError, match='on_error="raise" with check='):
+    with pytest.raises(ms.errors.OptionError, match='on_error="raise" with check='):
         ms.MirroredStrategy(on_error="raise", check="off")
     with pytest.raises(ms.errors.CollectiveMismatchError, match="on_error="):
         ms.MirroredStrategy(on_error="raise" if RANK else "abort")
@@ -434,7 +434,7 @@ def test_the_choice_is_checked_and_compared() -> None:
 
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
-def test_a_long_report_is_read_before_the_job_ends(launch: Launch) -> None:
+def test_a_long_report_is_read_before_the_job_ends(launch: launching.Launch) -> None:
     """MPI_Abort kills what forwards it: a report larger than a pipe comes out whole."""
     source = """
         import mpistrategy as ms

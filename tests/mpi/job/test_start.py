@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import launching
 import pytest
 
-Launch = Callable[..., launching.Finished]
 pytestmark = [pytest.mark.each_mpi, pytest.mark.one_rank]
 
 ABSENT = """
@@ -32,7 +30,7 @@ STARTS = {
     ],
 )
 def test_who_waits_for_a_rank_that_does_not_come_ends_the_job_in_words(
-    launch: Launch, where: str, absent: str, nodes: int
+    launch: launching.Launch, where: str, absent: str, nodes: int
 ) -> None:
     env = {"MPISTRATEGY_TIMEOUT_SECONDS": "2", "MPIR_CVAR_NUM_CLIQUES": str(nodes)}
     job = launch(3, ABSENT.format(absent=absent, start=STARTS[where]), env=env, timeout=20)
@@ -53,6 +51,6 @@ while strategy.reduce("MAX", float(time.monotonic() < end)):
 
 
 @pytest.mark.slow
-def test_a_job_whose_ranks_all_come_goes_on_after_that_time(launch: Launch) -> None:
+def test_a_job_whose_ranks_all_come_goes_on_after_that_time(launch: launching.Launch) -> None:
     job = launch(2, IN_TIME, env={"MPISTRATEGY_TIMEOUT_SECONDS": "6"}, timeout=40).check()
     assert job.stderr.strip() == "", job

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
 import pytest
-
-Launch = Callable[..., launching.Finished]
 
 NAME = os.fsdecode(b"gr\xf6sse")
 SHOWN = "gr\\udcf6sse"
@@ -50,7 +47,7 @@ ENDS = {
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("how", ENDS)
-def test_a_folder_a_program_and_names_in_latin_1(launch: Launch, tmp_path: Path, how: str) -> None:
+def test_a_folder_a_program_and_names_in_latin_1(launch: launching.Launch, tmp_path: Path, how: str) -> None:
     folder = tmp_path / os.fsdecode(b"pr\xf6be")
     folder.mkdir()
     program = launching.program(PROGRAM, folder).rename(folder / f"{NAME}.py")

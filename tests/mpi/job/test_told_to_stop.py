@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
 import pytest
 
-Launch = Callable[..., launching.Finished]
 pytestmark = [pytest.mark.each_mpi, pytest.mark.one_rank]
 
 #: `told` is called in a thread of rank 0 once that is in a call, in which it waits for the others.
@@ -96,7 +94,9 @@ except ms.errors.RemoteError as error:
 @pytest.mark.parametrize(
     ("how", "status"), [("all_reduce exit nodes", 1), ("gather caught nodes", 130), ("caught", 130)]
 )
-def test_a_job_ends_though_the_program_catches_it(launch: Launch, tmp_path: Path, how: str, status: int) -> None:
+def test_a_job_ends_though_the_program_catches_it(
+    launch: launching.Launch, tmp_path: Path, how: str, status: int
+) -> None:
     """The others would wait for it, or compute on for a call that never comes to its end."""
     job = launch(2, [launching.program(PROGRAM + ALL, tmp_path), how], timeout=60)
     assert job.returncode == status, job
@@ -107,7 +107,7 @@ def test_a_job_ends_though_the_program_catches_it(launch: Launch, tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["all_reduce raise nodes", "all_reduce raise"])
-def test_where_errors_are_contained_the_others_raise(launch: Launch, tmp_path: Path, how: str) -> None:
+def test_where_errors_are_contained_the_others_raise(launch: launching.Launch, tmp_path: Path, how: str) -> None:
     job = launch(3, [launching.program(PROGRAM + ONE, tmp_path), how], timeout=60).check()
     heard = re.findall(r"rank (\d): RemoteError: rank 0 failed in .*all_reduce: KeyboardInterrupt", job.stdout)
     assert sorted(heard) == ["1", "2"], job
@@ -142,7 +142,7 @@ signal.pause()  # the others never make it, or never end
 
 
 @pytest.mark.parametrize("when", ["while a strategy is made", "at the end"])
-def test_a_rank_ends_where_it_waits_for_the_others(launch: Launch, tmp_path: Path, when: str) -> None:
+def test_a_rank_ends_where_it_waits_for_the_others(launch: launching.Launch, tmp_path: Path, when: str) -> None:
     """No other rank can hear of it: the job ends."""
     job = launch(2, [launching.program(ENDS, tmp_path), when], timeout=30)
     assert job.returncode == 3, job

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import launching
 import pytest
-
-Launch = Callable[..., launching.Finished]
 
 PROGRAM = """
 import multiprocessing, sys
@@ -33,7 +30,7 @@ if __name__ == "__main__":
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_worker_of_a_rank_says_what_to_change(launch: Launch, tmp_path: Path, method: str) -> None:
+def test_a_worker_of_a_rank_says_what_to_change(launch: launching.Launch, tmp_path: Path, method: str) -> None:
     job = launch(2, [launching.program(PROGRAM, tmp_path), method], timeout=60)
     assert job.returncode == 0, job
     assert "LaunchError: MirroredStrategy: found a process that rank" in job.stderr, job
@@ -54,7 +51,7 @@ print(strategy.reduce("SUM", 1.0), flush=True)
 
 
 @pytest.mark.each_mpi
-def test_a_program_that_a_rank_starts_is_no_rank(launch: Launch, tmp_path: Path) -> None:
+def test_a_program_that_a_rank_starts_is_no_rank(launch: launching.Launch, tmp_path: Path) -> None:
     job = launch(2, launching.program(OTHER_PROGRAM, tmp_path), timeout=60).check()
     assert sorted(job.stdout.split()) == ["1", "2.0", "2.0", "3.0"], job
     assert "LaunchError: MirroredStrategy: found a process that rank 1 of 2 has started" in job.stderr, job

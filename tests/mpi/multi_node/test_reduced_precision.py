@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -24,6 +24,7 @@ from replicas import (
     outcomes,
     part_of,
     same_everywhere,
+    several,
     still_works,
 )
 
@@ -34,7 +35,6 @@ from mpistrategy.mpi.multi_node import reduced_precision as wire
 from mpistrategy.mpi.multi_node import two_level
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 U = 2.0**-8
 SHORT = ms.CommunicationOptions(wire="bfloat16")
@@ -176,7 +176,7 @@ for algorithm, wire, shared in itertools.product(algorithms, ("bfloat16", None),
 @pytest.mark.each_mpi
 @pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes")
 @pytest.mark.slow
-def test_empty_arrays_on_nodes_of_two_ranks_and_of_one(launch: Callable[..., launching.Finished]) -> None:
+def test_empty_arrays_on_nodes_of_two_ranks_and_of_one(launch: launching.Launch) -> None:
     """What the ranks make together the first time must not depend on whether there is something to reduce."""
     launch(3, EMPTY, env={"MPIR_CVAR_NUM_CLIQUES": "2", "MPIR_CVAR_CLIQUES_BY_BLOCK": "1"}).check()
 

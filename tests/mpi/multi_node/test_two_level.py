@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import launching
@@ -66,10 +66,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reference(op: str, arrays: Sequence[Array]) -> Array:
     with np.errstate(all="ignore"):
-        total = arrays[0].copy()
-        for array in arrays[1:]:
-            COMBINE[op](total, array, out=total)
-    return total
+        return reduce(COMBINE[op], arrays)
 
 
 def operations(dtype: np.dtype[Any]) -> list[str]:
@@ -135,7 +132,7 @@ for algorithm in (ms.MpiAllReduce(), ms.HierarchicalCopyAllReduce()):
 @pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes")
 @pytest.mark.parametrize("nodes", PRETENDED)
 @pytest.mark.slow
-def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finished], nodes: str) -> None:
+def test_on_nodes_that_the_mpi_tells_apart(launch: launching.Launch, nodes: str) -> None:
     finished = launch(3, PROGRAM, env=PRETENDED[nodes])
     assert finished.returncode == 0, finished
 

@@ -103,7 +103,7 @@ def test_who_waits_long_naps(monkeypatch: pytest.MonkeyPatch) -> None:
         number[0] = 5
 
     monkeypatch.setattr(spin_wait, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
-    SpinWait(1, progress).until(number.data, 5)
+    SpinWait(progress).until(number.data, 5)
     assert number[0] == 5
 
 

@@ -40,6 +40,12 @@ def address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
+def is_of_the_node(array: Array) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    places = [line.split()[0].split("-") for line in lines if "memfd:mpistrategy" in line]
+    return any(int(start, 16) <= address(array) < int(end, 16) for start, end in places)
+
+
 #: What a program may keep of an array instead of the array.
 PARTS: dict[str, Callable[[Array], Any]] = {
     "itself": lambda a: a,
@@ -79,6 +85,7 @@ def test_what_is_kept_of_a_result_stays_and_then_its_memory_is_used_again(strate
     gc.collect()
     results = [reduced(strategy, 1) for _ in range(3)]
     assert where in map(address, results)
+    assert any(map(is_of_the_node, results))
 
 
 def test_more_results_than_there_will_be_blocks(strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from mpistrategy.mpi.shared_memory.node_sum import (
     segment_bytes,
 )
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
-from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
+from mpistrategy.mpi.shared_memory.spin_wait import SpinWait, cores
 
 pytestmark = [pytest.mark.mpi(min_size=2), one_node]
 
@@ -41,7 +41,7 @@ def sums(strategy: ms.Strategy) -> dict[int, NodeSum]:
     """Sums in other chunks than a strategy's own."""
     ranks = strategy.extended.communicator
     assert strategy.extended.communicator.node_of == (0,) * SIZE
-    waiting = SpinWait(SIZE, lambda: None)
+    waiting = SpinWait(lambda: None, is_crowded=len(cores()) < SIZE)
     made = {size: NodeSum(ranks.shared(segment_bytes(size)), size, waiting) for size in CHUNKS}
     made[IN_BLOCKS] = NodeSum(ranks.shared(segment_bytes(4096)), 4096, waiting, ranks.shared)
     return made

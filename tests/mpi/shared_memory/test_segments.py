@@ -18,7 +18,6 @@ from replicas import RANK, RANKS, SIZE, context, one_node, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.shared_memory import memory_limits, segments
 from mpistrategy.mpi.shared_memory.memory_limits import Room
 
@@ -104,7 +103,7 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
         assert variable.numpy().tolist() == [SIZE] * 3
         ends = outcomes(strategy.reduce, "SUM", 1.0 if RANK else np.ones(2))
         assert [end.error for end in ends] == [errors.CollectiveMismatchError] * SIZE
-    ours = [warning for warning in caught if issubclass(warning.category, FallbackWarning)]
+    ours = [warning for warning in caught if issubclass(warning.category, errors.FallbackWarning)]
     assert len(ours) == (RANK == 0), [str(warning.message) for warning in ours]
     if RANK == 0:
         assert reason in str(ours[0].message)

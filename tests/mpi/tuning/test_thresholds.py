@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import launching
 import pytest
-from launching import Finished
 from mpi4py import MPI
 
 import mpistrategy as ms
@@ -83,12 +81,6 @@ def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     assert agreed() == SHIPPED
 
 
-def spoiled(file: Path, **changes: object) -> str:
-    content = json.loads(file.read_text())
-    content.update(changes)
-    return json.dumps(content)
-
-
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -108,7 +100,7 @@ def spoiled(file: Path, **changes: object) -> str:
 )
 def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[str, object], what: str) -> None:
     file = saved()
-    file.write_text(spoiled(file, **content) if isinstance(content, dict) else content)
+    file.write_text(content if isinstance(content, str) else json.dumps(json.loads(file.read_text()) | content))
     with pytest.warns(FallbackWarning) as caught:
         assert agreed() == SHIPPED
     assert len(caught) == 1
@@ -168,7 +160,7 @@ print(f"without a home: {os.getuid()} {os.environ.get('HOME')} {weights.numpy().
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="not run: needs root and setpriv")
 @pytest.mark.skipif(launching.IS_OPEN_MPI, reason="Open MPI itself does not start without a home folder")
 @pytest.mark.slow
-def test_a_job_without_home_and_passwd_entry_works(launch: Callable[..., Finished], tmp_path: Path) -> None:
+def test_a_job_without_home_and_passwd_entry_works(launch: launching.Launch, tmp_path: Path) -> None:
     program = launching.program(WITHOUT_HOME, tmp_path)
     done = launch(2, [program, tmp_path / "saved"]).check()
     assert done.stdout.splitlines() == ["without a home: 54321 None [-1.0, -1.0, -1.0]"] * 2

@@ -6,15 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import launching
 import pytest
 from mpi4py import MPI
-
-Launch = Callable[..., launching.Finished]
 
 RUN = ["-m", "mpistrategy", "run"]
 TIMEOUT = 4  # on a busy machine ranks start a second or two apart
@@ -151,7 +148,7 @@ def test_a_late_collective_ends_the_job_and_says_why(
         assert len(re.findall(STEP + r" at program_\w+\.py:\d+", record)) >= 5, record
 
 
-def test_ranks_that_wait_in_the_constructor_say_so(launch: Launch, tmp_path: Path) -> None:
+def test_ranks_that_wait_in_the_constructor_say_so(launch: launching.Launch, tmp_path: Path) -> None:
     environment = {"MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT)}
     job = launch(2, [*RUN, launching.program(PROGRAM, tmp_path), "making"], env=environment)
     assert job.returncode == 124, job
@@ -202,7 +199,9 @@ strategy.close()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["making", "closing"])
-def test_a_strategy_is_watched_from_its_first_step_to_its_last(what: str, launch: Launch, tmp_path: Path) -> None:
+def test_a_strategy_is_watched_from_its_first_step_to_its_last(
+    what: str, launch: launching.Launch, tmp_path: Path
+) -> None:
     path = launching.program(BEFORE_AND_AFTER, tmp_path)
     job = launch(2, [path, what], env={"MPISTRATEGY_TIMEOUT_SECONDS": "3"}, cwd=tmp_path, timeout=30)
     assert job.returncode == 124, job
@@ -235,7 +234,7 @@ strategy.reduce("SUM", 1.0)
 @pytest.mark.slow
 @pytest.mark.one_rank
 @pytest.mark.parametrize("how", ["slow", "hung"])
-def test_files_that_take_long_do_not_stop_the_clock(launch: Launch, tmp_path: Path, how: str) -> None:
+def test_files_that_take_long_do_not_stop_the_clock(launch: launching.Launch, tmp_path: Path, how: str) -> None:
     """Each look at what other nodes say takes longer than the pause that a suspended job makes, or does not end."""
     environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT)}
     job = launch(2, [launching.program(SLOW_FILES, tmp_path), how], timeout=60, cwd=tmp_path, env=environment)
@@ -334,7 +333,7 @@ HONEST = [
         *((what, 2) for what in ("busy", "slow disk", "suspended")),
     ],
 )
-def test_honest_work_is_no_alarm(what: str, nodes: int, launch: Launch, tmp_path: Path) -> None:
+def test_honest_work_is_no_alarm(what: str, nodes: int, launch: launching.Launch, tmp_path: Path) -> None:
     """On two nodes, which MPICH pretends, each hears of the other through the run folder, which goes at the end."""
     path = launching.program(WELL, tmp_path)
     job = launch(2, [path, what], cwd=tmp_path, env={"MPIR_CVAR_NUM_CLIQUES": str(nodes)}).check()
@@ -365,7 +364,7 @@ strategy.run(calls[sys.argv[1]])
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "all_gather", "reduce_to"])
-def test_one_call_may_have_a_limit_of_its_own(what: str, launch: Launch, tmp_path: Path) -> None:
+def test_one_call_may_have_a_limit_of_its_own(what: str, launch: launching.Launch, tmp_path: Path) -> None:
     path = launching.program(ONE_CALL, tmp_path)
     job = launch(2, [path, what], env={"MPISTRATEGY_RUN_DIR": "/proc/nowhere"}, cwd=tmp_path)
     assert job.returncode == 124, job
@@ -386,7 +385,7 @@ def test_one_call_may_have_a_limit_of_its_own(what: str, launch: Launch, tmp_pat
 )
 @pytest.mark.slow
 def test_a_malformed_setting_is_refused_on_every_rank(
-    variable: str, flag: str, value: str, expected: str, launch: Launch, tmp_path: Path
+    variable: str, flag: str, value: str, expected: str, launch: launching.Launch, tmp_path: Path
 ) -> None:
     path = launching.program("import mpistrategy as ms\nms.MirroredStrategy()\n", tmp_path)
     for words, environment in (([path], {variable: value}), ([*RUN, flag, value, path], {})):
@@ -413,7 +412,7 @@ step()
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "status", "told"), [("late", 124, "roll call: "), ("error", 1, "ValueError: a mist")])
 def test_a_failure_needs_no_file_of_the_environment(
-    launch: Launch, tmp_path: Path, what: str, status: int, told: str
+    launch: launching.Launch, tmp_path: Path, what: str, status: int, told: str
 ) -> None:
     program = launching.program(NOTHING_IS_FOUND, tmp_path)
     job = launch(2, [program, what], env={"MPISTRATEGY_TIMEOUT_SECONDS": "2"})
@@ -436,7 +435,7 @@ for strategy in (second, first) if first.rank == 1 else (first, second):
 
 
 @pytest.mark.one_rank
-def test_ranks_that_use_their_strategies_in_another_order_are_shown(launch: Launch, tmp_path: Path) -> None:
+def test_ranks_that_use_their_strategies_in_another_order_are_shown(launch: launching.Launch, tmp_path: Path) -> None:
     job = launch(3, [launching.program(CROSSED, tmp_path)], env={"MPISTRATEGY_TIMEOUT_SECONDS": "2"}, cwd=tmp_path)
     assert job.returncode == 124, job
     assert "All 3 ranks wait: in different strategies, in calls that do not fit together" in job.stderr, job

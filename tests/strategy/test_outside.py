@@ -1,4 +1,7 @@
-"""Collectives outside every step work on this rank alone, and say so once a strategy of several ranks was made."""
+"""Collectives outside every step, and objects made outside scope(), once a strategy of several ranks was made.
+
+The former work on this rank alone, and say so.  None of the latter is silently this rank's own.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import launching
 import numpy as np
 import pytest
 from declared import IN_STEPS, called
@@ -18,7 +23,7 @@ from mpistrategy.errors import ContextError, OutsideStepWarning
 from mpistrategy.mpi.contract.public_calls import declared
 from mpistrategy.testing import run_replicas
 
-pytestmark = pytest.mark.mpi
+Launch = Callable[..., launching.Finished]
 
 
 def step_of_an_optimizer() -> Any:
@@ -91,6 +96,7 @@ def test_once_a_place_also_after_the_strategy_was_closed(strategy: ms.Strategy) 
     assert len(caught) == 2
 
 
+@pytest.mark.mpi
 def test_nothing_is_said_in_steps_and_of_what_is_this_ranks_own(strategy: ms.Strategy) -> None:
     # Warnings are errors in these tests.
     assert strategy.run(lambda: context().all_reduce("SUM", 1.0)) == SIZE
@@ -107,6 +113,7 @@ def test_nothing_is_said_in_steps_and_of_what_is_this_ranks_own(strategy: ms.Str
     assert (float(own), loss.result()) == (2, 2)
 
 
+@pytest.mark.mpi
 def test_simulated_ranks_have_it_alike_and_leave_nothing_behind() -> None:
     def program() -> Any:
         alone = context().all_reduce("SUM", 1.0)  # no strategy of several ranks yet
@@ -121,3 +128,111 @@ def test_simulated_ranks_have_it_alike_and_leave_nothing_behind() -> None:
         assert run_replicas(program, 3) == [(1, 1, 3, [OutsideStepWarning])] * 3
         assert context().all_reduce("SUM", 1.0) == 1
         assert run_replicas(lambda: (ms.MirroredStrategy(), context().all_reduce("SUM", 1.0))[1], 1) == [1]
+
+
+# ------------------------------------------------------------------------------------------------- objects
+
+#: What is made, where the ranks' values are to be combined.
+REFUSED: dict[str, Callable[[], Any]] = {
+    "Sum": ms.metrics.Sum,
+    "Mean": ms.metrics.Mean,
+    "Accuracy": ms.metrics.Accuracy,
+    "Variable": lambda: ms.Variable(0.0, synchronization="ON_READ", aggregation="SUM"),
+    "Variable, ON_WRITE": lambda: ms.Variable(0.0, aggregation="MEAN"),
+}
+#: What works on this rank alone, and warns.
+WARNED: dict[str, Callable[[], Any]] = {
+    "Variable": lambda: ms.Variable(0.0),
+    "Strategy.rng": lambda: ms.get_strategy().rng(1),
+    "Strategy.distribute_dataset": lambda: ms.get_strategy().distribute_dataset([np.ones(2)]),
+    "Strategy.distribute_datasets_from_function": lambda: ms.get_strategy().distribute_datasets_from_function(
+        lambda context: [np.ones(2)]
+    ),
+    "scale_regularization_loss": lambda: ms.losses.scale_regularization_loss(1.0),
+    "compute_average_loss": lambda: ms.losses.compute_average_loss(np.ones(2)),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_be_this_ranks_own_is_refused(strategy: ms.Strategy, what: str) -> None:
+    with pytest.raises(ContextError, match=f"^{what.partition(',')[0]}: .*`with strategy.scope.*OneDevice"):
+        REFUSED[what]()
+    with ms.OneDeviceStrategy().scope():  # meant
+        REFUSED[what]()
+    with strategy.scope():
+        REFUSED[what]()
+    strategy.run(REFUSED[what])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("what", WARNED)
+def test_what_belongs_to_one_rank_warns(strategy: ms.Strategy, what: str) -> None:
+    with pytest.warns(OutsideStepWarning, match=f"^{what} was .*this rank's own.*OneDeviceStrategy") as caught:
+        WARNED[what]()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+# Lines of each rank: what came of a call.
+PROGRAM = """
+import sys
+import numpy as np
+import mpistrategy as ms
+
+def tried(call):
+    try:
+        return call()
+    except ms.errors.ContextError as error:
+        return "refused" if "with strategy.scope():" in str(error) else str(error)
+
+folder = sys.argv[1]
+state = {"rows": np.zeros(4)}
+early, seen = ms.Checkpoint(state=state), ms.metrics.Sum()
+strategy = ms.MirroredStrategy()
+state["rows"][:] = mine = 1.0 + strategy.rank
+checkpoint, plain = ms.Checkpoint(state=state), ms.Checkpoint(step=strategy.rank)
+found = [early.strategy is strategy, checkpoint.strategy is strategy]
+checkpoint.save(folder + "/c")
+state["rows"][:] = 0
+early.restore(folder + "/c")
+found.append(bool((state["rows"] == mine).all()))
+with ms.CheckpointManager(plain, folder + "/m") as manager:
+    manager.save(1)
+    plain.objects["step"] = -1
+    manager.restore()
+    found.append(plain.objects["step"] == strategy.rank)
+strategy.run(lambda: seen.update_state(1.0))
+found.append(tried(seen.result))
+other = ms.MirroredStrategy()
+found += [tried(lambda: ms.Checkpoint(state=state)), tried(lambda: plain.save(folder + "/x"))]
+other.close()
+found.append(ms.Checkpoint(state=state).strategy is strategy)
+other = ms.MirroredStrategy()
+del other  # dropped
+found.append(ms.Checkpoint(state=state).strategy is strategy)
+strategy.close()
+found.append(tried(lambda: ms.Checkpoint(state=state)))
+print(*found)
+"""
+
+
+@pytest.mark.one_rank
+def test_a_checkpoint_joins_the_one_open_strategy(launch: Launch, tmp_path: Path) -> None:
+    job = launch(3, [launching.program(PROGRAM, tmp_path), tmp_path]).check()
+    words = "True True True True refused refused refused True True refused"
+    assert job.stdout.splitlines() == [words] * 3, job
+
+
+@pytest.mark.one_rank
+def test_without_other_ranks_everything_works_as_ever(launch: Launch, tmp_path: Path) -> None:
+    program = """
+        import warnings
+        import mpistrategy as ms
+        warnings.simplefilter("error")
+        strategy = ms.MirroredStrategy()
+        total, mean = ms.Variable(1.0, aggregation="SUM"), ms.metrics.Mean()
+        mean.update_state(total.assign_add(1.0))
+        checkpoint = ms.Checkpoint(total=total, mean=mean, streams=ms.get_strategy().rng(1))
+        print(checkpoint.strategy is ms.get_strategy(), mean.result())
+    """
+    assert launch(1, [launching.program(program, tmp_path)]).check().stdout == "True 2.0\n"
