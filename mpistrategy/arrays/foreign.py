@@ -86,7 +86,7 @@ def on_host(value: Any, where: str, path: str = "") -> Array:
 
 def without_data(value: Any, where: str, path: str = "") -> LeafError | None:
     """Return the error for a value of JAX's that NumPy cannot read: traced, keys, or donated; None for others."""
-    if library_of(value) not in _JAX:
+    if library_of(value) not in _JAX or isinstance(value, np.ndarray):
         return None
     leaf = f" at leaf {path}" if path else ""
     if isinstance(value, sys.modules["jax"].core.Tracer):

@@ -71,9 +71,10 @@ def average_gradients(
 
 
 def _reduced(tree: Any, op: Op, strategy: Strategy | None, method: str, weight: Any, name: str | None) -> Any:
-    of, flat = strategy_for(strategy, f"{_PACKAGE}.{method}"), _flat(tree)
+    where = f"{_PACKAGE}.{method}"
+    of, flat = strategy_for(strategy, where), _flat(tree)
     with ReplicaContext(of, of.rank) as context:
-        _check(flat, tree, of, f"{_PACKAGE}.{method}", name)
+        _check(flat, tree, of, where, name)
         # None for a tree without leaves: the ranks compare the call, and nothing is sent.
         reduced: Any = context.all_reduce(op, {flat.text: flat.leaves or None}, name=name, weight=weight)
     return jax.tree.unflatten(flat.structure, reduced[flat.text] or [])
@@ -93,9 +94,10 @@ def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, na
         LeafError: for functions, random keys and donated arrays among the leaves.
         MpiStrategyError: as `ReplicaContext.all_gather`.
     """
-    of, flat = strategy_for(strategy, f"{_PACKAGE}.all_gather"), _flat(tree)
+    where = f"{_PACKAGE}.all_gather"
+    of, flat = strategy_for(strategy, where), _flat(tree)
     with ReplicaContext(of, of.rank) as context:
-        _check(flat, tree, of, f"{_PACKAGE}.all_gather", name)
+        _check(flat, tree, of, where, name)
         gathered: Any = context.all_gather({flat.text: flat.leaves}, axis, name=name)
     return jax.tree.unflatten(flat.structure, gathered[flat.text])
 
@@ -112,8 +114,9 @@ def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, nam
     Raises:
         MpiStrategyError: as `Strategy.broadcast`.
     """
-    of, flat = strategy_for(strategy, f"{_PACKAGE}.broadcast"), _flat(tree)
-    _check(flat, tree, of, f"{_PACKAGE}.broadcast", name)
+    where = f"{_PACKAGE}.broadcast"
+    of, flat = strategy_for(strategy, where), _flat(tree)
+    _check(flat, tree, of, where, name)
     received: Any = of.broadcast({flat.text: flat.leaves}, root, name=name)
     return jax.tree.unflatten(flat.structure, received[flat.text])
 

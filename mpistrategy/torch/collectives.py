@@ -18,59 +18,57 @@ from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 
-#: A collective in a context: takes a nest; or takes the gradients of its results, and a name for the call.
-Collective = Callable[..., Any]
+#: A collective in a context: of a nest, or of the list of its leaves.
+Collective = Callable[[ReplicaContext, Any], Any]
 
 
 class _Through(torch.autograd.Function):  # type: ignore[misc]
-    """A collective of a nest's leaves, through which gradients flow."""
+    """A collective of leaves, through which gradients flow.
+
+    It is linear: its derivative is the transposed collective, whose derivative is the collective again.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        strategy: Strategy,
-        collective: Collective,
-        backward: Collective,
-        name: str,
-        structure: Any,
-        *leaves: Any,
-    ) -> Any:
-        ctx.strategy, ctx.of_gradients, ctx.name = strategy, backward, name
-        with t.on_stream(t.gpu_of(leaves)), ReplicaContext(strategy, strategy.rank) as context:
-            return tuple(nest.flatten(collective(context, structure.pack([leaf.detach() for leaf in leaves])))[0])
+    def forward(ctx: Any, strategy: Strategy, collective: Collective, transposed: Collective, *leaves: Any) -> Any:
+        ctx.strategy, ctx.collective, ctx.transposed = strategy, collective, transposed
+        return tuple(_made(strategy, collective, [leaf.detach() for leaf in leaves], leaves))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with t.on_stream(t.gpu_of(gradients)), ReplicaContext(ctx.strategy, ctx.strategy.rank) as context:
-            return *5 * (None,), *ctx.of_gradients(context, [gradient.contiguous() for gradient in gradients], ctx.name)
+        # of truth values they are zeros, which nobody uses, and which have no sum
+        numbers = [(each.byte() if each.dtype is torch.bool else each).contiguous() for each in gradients]
+        return None, None, None, *_Through.apply(ctx.strategy, ctx.transposed, ctx.collective, *numbers)
+
+
+def _made(strategy: Strategy, collective: Collective, value: Any, tensors: Sequence[Any]) -> Any:
+    """Return the result of a collective; `tensors` are those in the value."""
+    with t.on_stream(t.gpu_of(tensors)), ReplicaContext(strategy, strategy.rank) as context:
+        return collective(context, value)
 
 
 def _carried(
+    where: str,
     strategy: Strategy,
     value: Any,
     collective: Collective,
-    backward: Collective,
-    where: str,
-    name: str | None,
+    transposed: Collective,
     *,
     carries: bool = True,
 ) -> Any:
     """Return the result of a collective; gradients flow through it if a tensor requires gradients.
 
     Args:
+        where: the public name.
         strategy: whose ranks.
         value: the nest.
         collective: takes and returns nests of one structure.
-        backward: makes the gradients of the leaves from the gradients of the results.
-        where: the public name.
-        name: that the program gave the call.
+        transposed: makes the gradients of the leaves from the gradients of the results: lists.
         carries: whether gradients can flow through it.
     """
     leaves, structure = nest.flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        with t.on_stream(t.gpu_of(tensors)), ReplicaContext(strategy, strategy.rank) as context:
-            return collective(context, value)
+        return _made(strategy, collective, value, tensors)
     if not carries or len(tensors) < len(leaves):
         raise UnsupportedError.at(
             where,
@@ -78,9 +76,15 @@ def _carried(
             expected="SUM or MEAN of nothing but tensors, and no out=, for gradients to flow through",
             fix="Give tensor.detach(), or call it in `with torch.no_grad():`.",
         )
-    return structure.pack(
-        list(_Through.apply(strategy, collective, backward, f"backward of {name or where}", structure, *leaves))
-    )
+
+    def of_leaves(context: ReplicaContext, given: list[Any]) -> list[Any]:
+        return nest.flatten(collective(context, structure.pack(given)))[0]
+
+    return structure.pack(_Through.apply(strategy, of_leaves, transposed, *leaves))
+
+
+def _name_of_backward(where: str, name: str | None) -> str:
+    return f"backward of {name or where}"
 
 
 def all_reduce(
@@ -103,15 +107,17 @@ def all_reduce(
         MpiStrategyError: as `ReplicaContext.all_reduce`.
     """
     where = "mpistrategy.torch.all_reduce"
-    return _carried(
-        strategy_for(strategy, where),
-        value,
-        lambda context, values: context.all_reduce(op, values, name=name, out=out),
-        lambda context, gradients, call_name: context.all_reduce(op, gradients, name=call_name),
-        where,
-        name,
-        carries=out is None and ReduceOp._parse(op, where) in (ReduceOp.SUM, ReduceOp.MEAN),
-    )
+    backward_name = _name_of_backward(where, name)
+
+    def reduced(context: ReplicaContext, values: Any) -> Any:
+        return context.all_reduce(op, values, name=name, out=out)
+
+    def gradients_reduced(context: ReplicaContext, gradients: list[Any]) -> Any:
+        return context.all_reduce(op, gradients, name=backward_name)
+
+    is_linear = ReduceOp._parse(op, where) in (ReduceOp.SUM, ReduceOp.MEAN)
+    of = strategy_for(strategy, where)
+    return _carried(where, of, value, reduced, gradients_reduced, carries=is_linear and out is None)
 
 
 def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -131,20 +137,21 @@ def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, n
     """
     where = "mpistrategy.torch.all_gather"
     of = strategy_for(strategy, where)
+    backward_name = _name_of_backward(where, name)
     shapes = [np.shape(leaf) for leaf in nest.flatten(value)[0]]
 
-    def backward(context: ReplicaContext, gradients: list[Any], call_name: str) -> list[Any]:
-        lengths = np.array([shape[axis] for shape in shapes], np.int64)[None]
-        begins = context.all_gather(lengths, 0, name=call_name)[: of.rank].sum(0)
-        totals = context.all_reduce("SUM", gradients, name=call_name)
-        return [
-            total.narrow(axis, int(begin), int(length))
-            for total, begin, length in zip(totals, begins, lengths[0], strict=True)
-        ]
+    def gathered(context: ReplicaContext, values: Any) -> Any:
+        return context.all_gather(values, axis, name=name)
 
-    return _carried(
-        of, value, lambda context, values: context.all_gather(values, axis, name=name), backward, where, name
-    )
+    def part_of_sum(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
+        lengths = np.array([shape[axis] for shape in shapes], np.int64)
+        lengths_of_ranks = context.all_gather(lengths[None], 0, name=backward_name)
+        begins = lengths_of_ranks[: of.rank].sum(0)
+        totals = context.all_reduce("SUM", gradients, name=backward_name)
+        places = zip(totals, begins.tolist(), lengths.tolist(), strict=True)
+        return [total.narrow(axis, begin, length) for total, begin, length in places]
+
+    return _carried(where, of, value, gathered, part_of_sum)
 
 
 def reduce_scatter(
@@ -167,21 +174,20 @@ def reduce_scatter(
         UnsupportedError: as `all_reduce`.
     """
     where = "mpistrategy.torch.reduce_scatter"
+    backward_name = _name_of_backward(where, name)
     kind = ReduceOp._parse(op, where)
 
-    def backward(context: ReplicaContext, gradients: list[Any], call_name: str) -> list[Any]:
-        whole = context.all_gather(gradients, axis, name=call_name)
-        return [gradient / context.num_replicas_in_sync for gradient in whole] if kind is ReduceOp.MEAN else whole
+    def own_part(context: ReplicaContext, values: Any) -> Any:
+        return context.reduce_scatter(op, values, axis, name=name)
 
-    return _carried(
-        strategy_for(strategy, where),
-        value,
-        lambda context, values: context.reduce_scatter(op, values, axis, name=name),
-        backward,
-        where,
-        name,
-        carries=kind in (ReduceOp.SUM, ReduceOp.MEAN),
-    )
+    def whole(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
+        gathered: list[Any] = context.all_gather(gradients, axis, name=backward_name)
+        if kind is ReduceOp.MEAN:
+            return [gradient / context.num_replicas_in_sync for gradient in gathered]
+        return gathered
+
+    is_linear = kind in (ReduceOp.SUM, ReduceOp.MEAN)
+    return _carried(where, strategy_for(strategy, where), value, own_part, whole, carries=is_linear)
 
 
 def all_to_all(
@@ -205,27 +211,29 @@ def all_to_all(
         CollectiveMismatchError: on every rank, when dtypes or the other axes differ.
     """
     where = "mpistrategy.torch.all_to_all"
+    backward_name = _name_of_backward(where, name)
+    own_splits = [] if splits is None else list(splits)
     received: list[int] = []
 
-    def forward(context: ReplicaContext, tensors: list[Any]) -> list[Any]:
-        result, received[:] = _exchanged(context, tensors[0], splits, name)
+    def sent(context: ReplicaContext, tensors: list[Any]) -> list[Any]:
+        result, received[:] = _exchanged(context, tensors[0], own_splits, name)
         return [result]
 
-    def backward(context: ReplicaContext, gradients: list[Any], call_name: str) -> list[Any]:
-        return [_exchanged(context, gradients[0], received, call_name)[0]]
+    def sent_back(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
+        result, _ = _exchanged(context, gradients[0], received, backward_name)
+        return [result]
 
-    (result,) = _carried(strategy_for(strategy, where), [tensor], forward, backward, where, name)
+    [result] = _carried(where, strategy_for(strategy, where), [tensor], sent, sent_back)
     return result, list(received)
 
 
-def _exchanged(
-    context: ReplicaContext, tensor: Any, splits: Sequence[int] | None, name: str | None
-) -> tuple[Any, list[int]]:
+def _exchanged(context: ReplicaContext, tensor: Any, splits: Sequence[int], name: str | None) -> tuple[Any, list[int]]:
     communicator = context.strategy.extended.communicator
     with Call(communicator.guard, "mpistrategy.torch.all_to_all", called=name) as call:
         source = tensor.detach()
-        rows = t.lengths(source, splits or (), communicator.size, call.where)
+        rows = t.lengths(source, splits, communicator.size, call.where)
         call.structure = f"rows of {source.dtype}{list(source.shape[1:])}"
         width = source.shape[1:].numel() * source.element_size()
         received, counts = exchange(communicator, call, t.in_bytes(source), rows, width)
-        return t.from_bytes(received, source).view(sum(counts), *source.shape[1:]).to(source.device), counts
+        result = t.from_bytes(received, source).view(sum(counts), *source.shape[1:])
+        return result.to(source.device), counts

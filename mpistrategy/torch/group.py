@@ -193,26 +193,31 @@ class Group:
             is_large: whether the data travel as in the background, where other ranks may make this call.
             words: what else the ranks compare.
         """
-        (op, factor), travels = t.operation(opts, call.where), "among those in the background" if is_large else ""
+        op, factor = t.operation(opts, call.where)
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
-        device, alike = t.gpu_of(tensors), {"op": op, "values": t.values_of(tensors), "options": travels, **words}
+        travels = "among those in the background" if is_large else ""
+        alike = {"op": op, "values": t.values_of(tensors), "options": travels, **words}
+        device = t.gpu_of(tensors)
         elements = [t.scaled(tensor, dtype, factor, device) for tensor in tensors]
         if bits is not None:
             wholes = self._moved(call, gather_arrays, 0, elements, (op, t.values_of(tensors)))
             return [functools.reduce(bits, whole.chunk(self._ranks)) for whole in wholes]
         if device is not None:
             call.structure = " ".join(map(str, alike.values()))
+            reducer = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions())
             with t.on_stream(device):
-                results = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions()).all_reduce_leaves(
-                    call, by, elements, lambda: [""] * len(elements)
-                )
+                results = reducer.all_reduce_leaves(call, by, elements, lambda: [""] * len(elements))
         else:
-            arrays = [*map(t.in_numpy, elements)]
+            arrays = [t.in_numpy(tensor) for tensor in elements]
             ranks = self._background.connected(call) if is_large else self.communicator
+            plan = usual_plan(ranks, layouts_of(arrays), by)
             agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
-            totals = run_plan(usual_plan(ranks, layouts_of(arrays), by), arrays, agree, in_place=in_place)
+            totals = run_plan(plan, arrays, agree, in_place=in_place)
             results = elements if in_place else [torch.from_numpy(total) for total in totals]
-        return [result.div_(self._ranks, rounding_mode="trunc") for result in results] if truncates else results
+        if truncates:
+            for result in results:
+                result.div_(self._ranks, rounding_mode="trunc")
+        return results
 
     def _site(self) -> Site | None:
         """Return the number of this reduction in its backward pass, as a call site; None outside of a backward pass."""
@@ -234,12 +239,15 @@ class Group:
             )
         own_tensors = [target.coalesce() for target in targets]
         shapes = ", ".join(f"{own.dtype}{list(own.shape)} sparse in {own.sparse_dim()}" for own in own_tensors)
-        rows = [part for own in own_tensors for part in (own.indices().t(), own.values())]
-        gathered = iter(self._moved(call, gather_arrays, 0, rows, f"{op} of sparse tensors {shapes}"))
-        for target, own, indices, values in zip(targets, own_tensors, gathered, gathered, strict=True):
-            places, rows = indices.view(-1, own.sparse_dim()).t(), values.view(-1, *own.values().shape[1:])
-            total = torch.sparse_coo_tensor(places, rows, own.shape, device=rows.device, check_invariants=False)
-            target.copy_((total / self._ranks if op == "AVG" else total).coalesce())
+        parts = [part for own in own_tensors for part in (own.indices().t(), own.values())]
+        gathered = iter(self._moved(call, gather_arrays, 0, parts, f"{op} of sparse tensors {shapes}"))
+        for target, own in zip(targets, own_tensors, strict=True):
+            indices = next(gathered).view(-1, own.sparse_dim()).t()
+            values = next(gathered).view(-1, *own.values().shape[1:])
+            total = torch.sparse_coo_tensor(indices, values, own.shape, device=values.device, check_invariants=False)
+            if op == "AVG":
+                total = total / self._ranks
+            target.copy_(total.coalesce())
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Replace the root's tensor by the reduction over the ranks; the others keep theirs."""
@@ -255,14 +263,16 @@ class Group:
 
         The tensors of a list may be the parts of an entry of `wholes`.
         """
-        for output, parts, whole in list(zip(outputs, inputs, wholes or [None] * len(outputs), strict=True)):
+        triples = list(zip(outputs, inputs, wholes or [None] * len(outputs), strict=True))
+        for output, parts, whole in triples:
             with self._call("reduce_scatter", self._site()) as call:
                 targets = t.checked([output], call.where, is_written=True)
                 sources = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
                 t.checked([sources[self._rank]], call.where, numel=output.numel())
                 elements = t.together(sources) if whole is None else whole.detach().reshape(-1)
-                (total,) = self._reduced(call, [elements], opts, values=t.values_of(sources))
-                t.write([total.split([source.numel() for source in sources])[self._rank]], targets)
+                [total] = self._reduced(call, [elements], opts, values=t.values_of(sources))
+                totals = total.split([source.numel() for source in sources])
+                t.write([totals[self._rank]], targets)
         return completed_work(list(outputs))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
@@ -305,14 +315,16 @@ class Group:
 
         The tensors of a list may be the parts of an entry of `wholes`, a tensor.
         """
-        for tensor, parts, whole in list(zip(inputs, outputs, wholes or [None] * len(outputs), strict=True)):
+        triples = list(zip(inputs, outputs, wholes or [None] * len(outputs), strict=True))
+        for tensor, parts, whole in triples:
             with self._call("all_gather") as call:
-                (own,) = t.checked([tensor], call.where)
+                [own] = t.checked([tensor], call.where)
                 targets = t.checked(parts, call.where, count=self._ranks, dtype=own.dtype, is_written=True)
                 t.checked([targets[self._rank]], call.where, numel=own.numel())
                 into = [t.in_bytes(whole.detach())] if whole is not None and whole.is_cpu else None
-                (gathered,) = self._moved(call, gather_arrays, 0, [own], t.values_of(targets), into=into)
-                t.write(gathered.split([target.numel() for target in targets]), targets)
+                [gathered] = self._moved(call, gather_arrays, 0, [own], t.values_of(targets), into=into)
+                counts = [target.numel() for target in targets]
+                t.write(gathered.split(counts), targets)
         return completed_work(list(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -345,8 +357,8 @@ class Group:
         """
         t.checked([*targets, *sources], call.where, dtype=sources[0].dtype)
         elements = t.flat(t.together(sources) if whole is None else whole)
-        source_counts, target_counts = ([tensor.numel() for tensor in tensors] for tensors in (sources, targets))
-        words = {"values": t.values_of(alike or [elements[:0]]), "destination": destination}
+        source_counts = [source.numel() for source in sources]
+        target_counts = [target.numel() for target in targets]
         received, _ = exchange(
             self.communicator,
             call,
@@ -354,9 +366,11 @@ class Group:
             source_counts,
             elements.element_size(),
             target_counts,
-            **words,
+            values=t.values_of(alike or [elements[:0]]),
+            destination=destination,
         )
-        t.write(t.from_bytes(received, elements).split(target_counts), targets)
+        results = t.from_bytes(received, elements).split(target_counts)
+        t.write(results, targets)
 
     def _only(self, rank: int, tensor: Any) -> list[Any]:
         """Return a list with a tensor for one rank (no rank for -1), and empty tensors for the other ranks."""
@@ -365,8 +379,12 @@ class Group:
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the tensor of rank r into the root's r-th output; all have one size."""
         with self._call("gather") as call:
-            root, (own,) = self._member(opts.rootRank, "root", call.where), t.checked(inputs, call.where)
-            parts, numel = (outputs[0], own.numel()) if self._rank == root else (self._only(-1, own), 0)
+            root = self._member(opts.rootRank, "root", call.where)
+            [own] = t.checked(inputs, call.where)
+            if self._rank == root:
+                parts, numel = outputs[0], own.numel()
+            else:
+                parts, numel = self._only(-1, own), 0
             targets = t.checked(parts, call.where, count=self._ranks, numel=numel, is_written=True)
             self._exchange(call, targets, self._only(root, own), [own], f"rank {root}")
         return completed_work(targets)
@@ -374,20 +392,22 @@ class Group:
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the root's r-th input into the output of rank r; all have one size."""
         with self._call("scatter") as call:
-            root, (own,) = (
-                self._member(opts.rootRank, "root", call.where),
-                t.checked(outputs, call.where, is_written=True),
-            )
-            parts, numel = (inputs[0], own.numel()) if self._rank == root else (self._only(-1, own), 0)
-            parts = t.checked(parts, call.where, count=self._ranks, numel=numel)
-            self._exchange(call, self._only(root, own), parts, [own], f"rank {root}")
+            root = self._member(opts.rootRank, "root", call.where)
+            [own] = t.checked(outputs, call.where, is_written=True)
+            if self._rank == root:
+                parts, numel = inputs[0], own.numel()
+            else:
+                parts, numel = self._only(-1, own), 0
+            sources = t.checked(parts, call.where, count=self._ranks, numel=numel)
+            self._exchange(call, self._only(root, own), sources, [own], f"rank {root}")
         return completed_work(list(outputs))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Send the r-th input to rank r, and write the input of rank r into the r-th output; sizes may differ."""
         with self._call("all_to_all") as call:
             targets = t.checked(outputs, call.where, count=self._ranks, is_written=True)
-            self._exchange(call, targets, t.checked(inputs, call.where, count=self._ranks))
+            sources = t.checked(inputs, call.where, count=self._ranks)
+            self._exchange(call, targets, sources)
         return completed_work(list(outputs))
 
     def all_to_all_single(
@@ -395,13 +415,11 @@ class Group:
     ) -> Any:
         """Send the r-th part of a tensor's first axis to rank r; without splits the parts are equal."""
         with self._call("all_to_all_single") as call:
-            (target,), (source,) = t.checked([output], call.where, is_written=True), t.checked([input], call.where)
-            self._exchange(
-                call,
-                target.split(t.lengths(target, output_splits, self._ranks, call.where)),
-                source.split(t.lengths(source, input_splits, self._ranks, call.where)),
-                whole=source,
-            )
+            [target] = t.checked([output], call.where, is_written=True)
+            [source] = t.checked([input], call.where)
+            targets = target.split(t.lengths(target, output_splits, self._ranks, call.where))
+            sources = source.split(t.lengths(source, input_splits, self._ranks, call.where))
+            self._exchange(call, targets, sources, whole=source)
         return completed_work([output])
 
     # -------------------------------------------------------------------------------------- messages, barriers
@@ -427,7 +445,9 @@ class Group:
         elements = t.flat(targets[0])
         # takes no turn: the reduction in the background, which has it, may wait for this message on another rank
         message = self.communicator.begin_message(t.in_bytes(elements), peer, tag, sends=not receives)
-        return Transfer(self, message, *([[elements], targets] if receives else ()))
+        if receives:
+            return Transfer(self, message, [elements], targets)
+        return Transfer(self, message)
 
     def _member(self, rank: int, role: str, where: str) -> int:
         """Return a rank of the group."""

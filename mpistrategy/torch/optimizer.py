@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -32,8 +33,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """An optimizer whose gradients are combined over all ranks.  Creation is collective.
 
     `step` combines the gradient of every parameter, in one all-reduce, and then makes the optimizer's step.  To clip or
-    unscale gradients in between, call `synchronize` before: the next `step` does not combine again.  Until then
-    gradients are this rank's own, so that several backwards before a step accumulate as for one process.
+    unscale gradients in between, call `synchronize` before: the next `step` does not combine again, unless there was
+    another backward.  Until then gradients are this rank's own, so that several backwards before a step accumulate as
+    for one process.
 
     The result is written into the existing gradient.  If only some ranks have a gradient of a parameter, the other
     ranks add zeros, and all ranks have a gradient afterwards.  If no rank has a gradient, none is made.  Sparse
@@ -91,7 +93,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
         self._options = CommunicationOptions(wire=wire)
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0
+        #: While gradients are combined: hooks of parameters, which notice another backward.
+        self._watches: list[Any] = []
         broadcast(dict(self._parameters()), strategy=self._strategy, name=name)
+        #: Counts the strategy's optimizers, whose parameters may look alike; the same on all ranks.
+        self._number: int = next(self._strategy.extended.communicator.once(_WHERE, itertools.count))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimizer: its groups, state, defaults, hooks."""
@@ -111,12 +117,29 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def synchronize(self) -> None:
         """Combine the gradient of every parameter over the ranks.  Collective.
 
-        The next `step` does not do so again; after `zero_grad` it does.
+        The next `step` does not do so again; after `zero_grad`, or another backward, it does.
 
         Raises:
-            CollectiveMismatchError: on every rank, when parameters differ, or a rank has left out a step.
+            CollectiveMismatchError: on every rank, when parameters differ, or a rank has left out a step or makes the
+                step of another optimizer.
             ShapeError: on every rank, for a gradient whose elements share memory on some rank.
         """
+        self._combine_all()
+        self._set_combined(True)
+
+    def _set_combined(self, is_combined: bool) -> None:
+        """Remember whether the gradients are those of all ranks; the next backward makes them this rank's own."""
+        self._is_synchronized = is_combined
+        while self._watches:
+            self._watches.pop().remove()
+        if is_combined:
+            watched = [tensor for _, tensor in self._parameters() if tensor.requires_grad]
+            self._watches = [tensor.register_post_accumulate_grad_hook(self._accumulated) for tensor in watched]
+
+    def _accumulated(self, parameter: Any) -> None:
+        self._is_synchronized = False
+
+    def _combine_all(self) -> None:
         parameters = self._parameters()
         guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
         with (
@@ -125,7 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             torch.no_grad(),
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):
-            call.name = f"step {self._steps}"
+            call.name = f"optimizer {self._number}, step {self._steps}"
             call.structure = ", ".join(f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in parameters)
             own_kinds = np.array([_kind(*parameter) for parameter in parameters], np.int8)
             [kinds] = reducer.all_reduce_arrays(call, ReduceOp.MAX, [own_kinds])
@@ -141,7 +164,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                         parameter.grad = parameter.grad.to_dense()
                     dense[parameter.grad.data_ptr()] = parameter.grad.detach()
             self._combine(call, [gradient for gradient in dense.values() if gradient.numel()], context, reducer)
-        self._is_synchronized = True
         self._steps += 1
 
     def _combine(self, call: Call, gradients: list[Any], context: ReplicaContext, reducer: Reducer) -> None:
@@ -179,18 +201,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         def synchronized_closure() -> Any:
             loss = closure()
-            self.synchronize()
-            return loss if loss is None else all_reduce(loss.detach(), strategy=self._strategy, name="a closure's loss")
+            self._combine_all()
+            if loss is None:
+                return None
+            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            return all_reduce(value, strategy=self._strategy, name="a closure's loss")
 
         if closure is None and self._synchronizes and not self._is_synchronized:
-            self.synchronize()
+            self._combine_all()
         result = self.optimizer.step(*([synchronized_closure] if closure else []))
-        self._is_synchronized = False
+        self._set_combined(False)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as the optimizer does."""
-        self._is_synchronized = False
+        self._set_combined(False)
         self.optimizer.zero_grad(set_to_none)
 
     # --------------------------------------------------------------------------------------- what torch asks for
@@ -225,16 +250,20 @@ def _kind(name: str, parameter: Any) -> int:
 
 
 def _wide(tensor: Any) -> Any:
-    """Return a tensor in a dtype in which sums are exact enough: the tensor itself unless it has 16 bits or fewer."""
-    return tensor.to(t.WIDER.get(tensor.dtype, tensor.dtype))
+    """Return a tensor whose memory has its values, in a dtype in which sums are exact enough; usually the tensor."""
+    plain = tensor.resolve_conj().resolve_neg()
+    return plain.to(t.WIDER.get(tensor.dtype, tensor.dtype))
 
 
 def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
     """Return a sparse gradient: the rows of all ranks."""
     grad = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
     own_rows = grad.coalesce()
-    places, values = context.all_gather([own_rows.indices().t().contiguous(), _wide(own_rows.values())], 0)
+    own_places = own_rows.indices().t().contiguous()
+    places, values = context.all_gather([own_places, _wide(own_rows.values())], 0)
     total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
         places.t(), values, parameter.shape, device=values.device, check_invariants=False
     ).coalesce()
-    return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)
+    if op is ReduceOp.MEAN:
+        total = total / context.num_replicas_in_sync
+    return total.to(grad.dtype)

@@ -105,12 +105,13 @@ def checked(
                 expected="a tensor with memory for each element",
                 fix="Give tensor.contiguous(), or torch.empty(...).",
             )
-        expected = tensor.numel() if numel is None else numel, tensor.dtype if dtype is None else dtype
-        if (tensor.numel(), tensor.dtype) != expected:
+        expected_numel = tensor.numel() if numel is None else numel
+        expected_dtype = tensor.dtype if dtype is None else dtype
+        if tensor.numel() != expected_numel or tensor.dtype != expected_dtype:
             raise ShapeError.at(
                 where,
                 found=f"a tensor of {tensor.numel()} elements of {tensor.dtype}",
-                expected="{} elements of {}".format(*expected),
+                expected=f"{expected_numel} elements of {expected_dtype}",
             )
     return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
@@ -199,22 +200,24 @@ def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]
 
 def parts(whole: Any, count: int) -> list[Any]:
     """Return a tensor in equal parts of its elements; in one part where equal parts are impossible."""
-    whole = whole.detach() if whole.dim() and not whole.shape[0] % count else whole.detach().view(-1)
-    return [whole] if whole.shape[0] % count else list(whole.tensor_split(count))
+    rows = whole.detach()
+    if not rows.dim() or rows.shape[0] % count:
+        rows = rows.view(-1)
+    return [rows] if rows.shape[0] % count else list(rows.tensor_split(count))
 
 
 def together(tensors: Sequence[Any]) -> Any:
     """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other."""
-    return torch.cat([flat(tensor, device=tensor.device).view(torch.uint8) for tensor in tensors]).view(
-        tensors[0].dtype
-    )
+    parts = [flat(tensor, device=tensor.device).view(torch.uint8) for tensor in tensors]
+    return torch.cat(parts).view(tensors[0].dtype)
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:
     """Return how many rows of a tensor belong to each rank; without splits equally many."""
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = [int(split) for split in splits] or [rows // ranks] * ranks
-    if not tensor.dim() or len(counts) != ranks or sum(counts) != rows or min(counts) < 0:
+    fits = len(counts) == ranks and sum(counts) == rows and min(counts) >= 0
+    if not tensor.dim() or not fits:
         raise OptionError.at(
             where,
             found=f"splits {counts} of a tensor of shape {list(tensor.shape)}",

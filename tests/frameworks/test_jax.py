@@ -294,6 +294,8 @@ def test_leaves_without_numbers_are_told_on_every_rank(strategy: ms.Strategy) ->
                 strategy.run(reduce, args=({"a": fine if last > RANK else bad},))
     with pytest.raises(errors.DTypeError, match=r"float8_e4m3fn at leaf.*astype"):
         msj.all_reduce(jnp.ones(3, jnp.float8_e4m3fn), strategy=strategy)
+    with pytest.raises(errors.DTypeError, match="float0"):  # the gradient of a whole number
+        msj.average_gradients(jax.grad(lambda count: 2.0 * count, allow_int=True)(3), strategy=strategy)
     assert strategy.reduce("SUM", 1) == SIZE
 
 

@@ -269,6 +269,16 @@ def test_messages() -> None:
     assert mine.item() == 1
 
 
+@several
+@pytest.mark.parametrize(("room", "sent"), [(3, "of 8 bytes"), (1, "of more bytes")])
+def test_a_message_of_another_length_is_refused(room: int, sent: str) -> None:
+    after, before = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    work = dist.isend(torch.ones(2), after)
+    with pytest.raises(ms.errors.ShapeError, match=f"{sent} from rank {before}.*expected {4 * room} bytes"):
+        dist.recv(torch.zeros(room), before)
+    work.wait()
+
+
 def test_a_group_has_its_methods_by_the_names_of_all_versions(group: Any) -> None:
     """Libraries call them without torch.distributed in between."""
     ours = group._get_backend(torch.device("cpu"))

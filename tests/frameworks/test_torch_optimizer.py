@@ -165,6 +165,28 @@ def test_gradients_are_this_ranks_until_they_are_combined_where_they_are(strateg
     torch.testing.assert_close(net[2].bias.detach(), before - 0.1 * RANK)
 
 
+@pytest.mark.parametrize("forgets", [True, False])
+def test_another_backward_after_synchronize_is_combined_too(strategy: ms.Strategy, forgets: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD([weight], 1.0), strategy=strategy)
+    (weight * (RANK + 1.0)).sum().backward()
+    optimizer.synchronize()
+    if forgets:
+        weight.grad = None  # as the zero_grad of a module does, of which the optimizer does not know
+    (weight * (RANK + 1.0)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-(SIZE + 1) / 2]) * (1 if forgets else 2))
+
+
+def test_a_gradient_that_is_a_conjugate_view_on_one_rank(strategy: ms.Strategy) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD([weight], 1.0), strategy=strategy, aggregation="SUM")
+    view = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    weight.grad = view if RANK == 0 else view.resolve_conj()
+    optimizer.step()
+    assert weight.tolist() == [-SIZE * (1 - 2j), -SIZE * (3 + 1j)]
+
+
 def test_closures(strategy: ms.Strategy) -> None:
     def loop(net: Any, optimizer: Any, loss: Any) -> None:
         def closure() -> Any:
@@ -182,6 +204,8 @@ def test_closures(strategy: ms.Strategy) -> None:
 
     for mine, one in zip(train(loop, strategy, make), train(loop, None, make), strict=True):
         torch.testing.assert_close(mine, one, rtol=1e-6, atol=1e-9)
+    optimizer = mst.DistributedOptimizer(make(network().parameters()), strategy=strategy)
+    assert optimizer.step(lambda: 2.0 * RANK) == SIZE - 1
 
 
 def test_half_the_bytes_between_nodes(strategy: ms.Strategy) -> None:
@@ -307,6 +331,10 @@ def test_models_and_steps_that_differ_are_named(strategy: ms.Strategy) -> None:
     with pytest.raises(errors.ShapeError, match="share memory"):
         optimizer.step()
     net[0].weight.grad = None
+    twins = [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1) for _ in "ab"]
+    alike = [mst.DistributedOptimizer(each, strategy=strategy) for each in twins]
+    with pytest.raises(errors.CollectiveMismatchError, match="optimizer"):
+        alike[min(RANK, 1)].step()
     if RANK == 1:
         with pytest.raises(errors.CollectiveMismatchError, match="step 1"):
             optimizer.synchronize()

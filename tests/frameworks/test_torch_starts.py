@@ -105,7 +105,7 @@ def test_gradients_flow_through_collectives_or_are_refused(strategy: ms.Strategy
         everybody = torch.stack([torch.arange(2.0 * SIZE).reshape(2, SIZE) + rank for rank in range(SIZE)])
         torch.testing.assert_close(mine.grad, wanted(everybody))
     rows = torch.full((SIZE * (SIZE - 1) // 2, 2), RANK + 1.0, requires_grad=True)
-    got, counts = mst.all_to_all(rows, list(range(SIZE)), strategy=strategy)
+    got, counts = mst.all_to_all(rows, torch.arange(SIZE), strategy=strategy)
     assert counts == [RANK] * SIZE
     assert got[:, 0].tolist() == [rank + 1 for rank in range(SIZE) for _ in range(RANK)]
     (got * (RANK + 1)).sum().backward()
@@ -119,6 +119,20 @@ def test_gradients_flow_through_collectives_or_are_refused(strategy: ms.Strategy
             refused()
     with torch.no_grad():
         assert (mst.all_reduce(mine, "MAX", strategy=strategy) == SIZE).all()
+
+
+def test_gradients_of_gradients_and_beside_truth_values(strategy: ms.Strategy) -> None:
+    mine = torch.tensor([RANK + 1.0], requires_grad=True)
+    everybody = torch.arange(SIZE) + 1.0
+    squares = everybody.square().sum()
+    total = mst.all_reduce(mine.square(), "SUM", strategy=strategy)
+    [first] = torch.autograd.grad(total.square(), mine, create_graph=True)
+    torch.testing.assert_close(first.detach(), 4 * SIZE * squares * mine.detach())
+    [second] = torch.autograd.grad(first, mine)
+    torch.testing.assert_close(second, 4 * SIZE * (2 * everybody.sum() * mine.detach() + squares))
+    rows = mst.all_gather({"mask": torch.tensor([RANK == 0]), "x": mine}, strategy=strategy)
+    rows["x"][rows["mask"]].sum().backward()
+    assert mine.grad.tolist() == [SIZE * (RANK == 0)]
 
 
 def test_a_contrastive_loss_has_the_gradients_of_one_process(strategy: ms.Strategy) -> None:

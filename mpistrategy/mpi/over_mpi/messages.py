@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.errors import CollectiveTimeoutError, OptionError
+from mpistrategy.errors import CollectiveTimeoutError, OptionError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks, pieces
 
@@ -37,6 +37,9 @@ class Message:
     ) -> None:
         self._comm, self._block, self._tag, self._most = comm, block, tag, most
         self.source: int | None = rank
+        self._sends, self._is_done = sends, False
+        #: How many bytes the message has, known after it was received; None for more than the block has.
+        self._length: int | None = block.size
         self._requests: list[MPI.Request] = []
         if rank is not None:
             self._begin(comm.Isend if sends else comm.Irecv, rank)
@@ -53,7 +56,18 @@ class Message:
                 return False
             self.source = status.Get_source()
             self._begin(self._comm.Irecv, self.source)
-        return bool(MPI.Request.Testall(self._requests))
+        if not self._is_done:
+            statuses = [MPI.Status() for _ in self._requests]
+            try:
+                self._is_done = MPI.Request.Testall(self._requests, statuses)
+            except MPI.Exception as error:
+                if error.Get_error_class() not in (MPI.ERR_IN_STATUS, MPI.ERR_TRUNCATE):
+                    raise
+                self._is_done, self._length = True, None
+                return True
+            if self._is_done and not self._sends:
+                self._length = sum(status.Get_count(MPI.BYTE) for status in statuses)
+        return self._is_done
 
     def wait(self, where: str, timeout: float) -> None:
         """Wait until the block has been sent or received; in steps, since no other rank may come.
@@ -64,6 +78,7 @@ class Message:
 
         Raises:
             CollectiveTimeoutError: when it takes longer.
+            ShapeError: for a message that is shorter or longer than the block.
         """
         end = time.monotonic() + timeout
         while not self.test():
@@ -77,6 +92,12 @@ class Message:
                     fix="A longer limit is the group's timeout, or MPISTRATEGY_TIMEOUT_SECONDS.",
                 )
             os.sched_yield()
+        if self._length != self._block.size:
+            raise ShapeError.at(
+                where,
+                found=f"a message of {'more' if self._length is None else self._length} bytes from rank {self.source}",
+                expected=f"{self._block.size} bytes, as many as the receiver has room for",
+            )
 
 
 def exchange(
