@@ -86,7 +86,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if self._by_host:
             return None
         packs = gpu_packs(layouts, options.bytes_per_pack, self.num_packs)
-        return GpuRoute(ranks, packs, op, path_word(options, self._device_path), options.wire)
+        word = path_word(options, self._device_path)
+        return GpuRoute(ranks, packs, op, word, options.wire, root=destination.only_rank)
 
     def _route(
         self,

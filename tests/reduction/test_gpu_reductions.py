@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from threading import Thread
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import gpu_here
 import numpy as np
@@ -137,6 +138,18 @@ def test_host_and_device_may_be_mixed_in_every_algorithm(cupy: Any, algorithm: A
         assert np.allclose(mean.get(), 10 * (ranks * ranks).sum() / ranks.sum())
         result = strategy.extended.reduce_to("SUM", value["device"], "task:0")
         assert [each.get().tolist() for each in result.values] == [[10 * TOTAL] * 2] * (RANK == 0)
+
+
+def test_only_the_destination_gets_the_sum(strategy: Any, cupy: Any) -> None:
+    """Its path is asked for Reduce, in which fewer bytes travel than in Allreduce."""
+    last, array = SIZE - 1, cupy.asarray(values((5,), "int16"))
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", array))  # chooses the path
+    path: Any = chosen_path(strategy.extended.communicator).path
+    with mock.patch.object(path, "reduce", wraps=path.reduce) as reduce:
+        found = strategy.extended.reduce_to("SUM", array, f"task:{last}")
+    assert [call.args[3] for call in reduce.call_args_list] == [None if SIZE == 1 else last]
+    right = sum(values((5,), "int16", rank) for rank in RANKS)
+    assert [each.get().tolist() for each in found.values] == [right.tolist()] * (last == RANK)
 
 
 @pytest.mark.parametrize("shared_result", [False, True])
