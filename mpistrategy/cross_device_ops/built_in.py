@@ -7,7 +7,7 @@ unless it takes the usual routes, as MpiAllReduce does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
 from mpistrategy.arrays.gpu import layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
-from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
+from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -81,7 +81,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return how arrays are reduced; None where arrays in GPU memory are reduced on the host."""
         reduced_precision.check(options.wire)
         if not on_gpu:
-            self._check_dtypes((dtype for dtype, _ in layouts), op)
             return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
         if self._by_host:
             return None
@@ -97,7 +96,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
         destination: Destination,
     ) -> Transfer:
-        """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank."""
+        """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank.
+
+        Raises:
+            MpiStrategyError: for arrays that this algorithm, unlike others, cannot reduce.
+        """
         root = self._root(ranks, destination)
         if root is None:
             return usual_route(ranks, layouts, op, options.bytes_per_pack, options.wire)
@@ -108,9 +111,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _root(self, ranks: Ranks, destination: Destination) -> int | None:
         """Return the rank that combines; None: all ranks combine."""
         return destination.only_rank
-
-    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
-        """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
 
     def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
@@ -134,7 +134,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             values = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
             targets = [resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             results = map(in_kind, self._reduce(call, communicator, reduce_op, values, targets, options), values)
-            return [mirrored(result, target, communicator) for result, target in zip(results, targets, strict=True)]
+            return [target.mirrored(result) for result, target in zip(results, targets, strict=True)]
 
     def _all_reduce_values(
         self,
@@ -242,7 +242,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         results: list[Any] = [None] * len(values)
         for (transfer, indices), room in zip(parts, memory, strict=True):
             for i, total in zip(indices, transfer.run([values[i] for i in indices], room), strict=True):
-                results[i] = total if target.includes(ranks.rank) else None
+                results[i] = total if target.is_here else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(ranks, value, op)
