@@ -24,7 +24,7 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
-from mpistrategy.arrays.values import is_arena
+from mpistrategy.arrays.values import Mirrored, is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
@@ -313,7 +313,8 @@ class NestPlan(Compared, CallPlan):
             results = self.carry_out(call, self.transfer, arrays)
             in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
             if destination is not None:
-                in_kinds = map(destination.mirrored, in_kinds)
+                text = destination.text
+                in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
             return self.leaves.structure.pack(in_kinds)
         direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
         for target, result in zip(targets, self.carry_out(call, self.transfer, arrays, direct_targets), strict=True):

@@ -85,8 +85,10 @@ class Pack:
 
     def unpack(self, buffer: Array, results: list[Any]) -> None:
         """Write the views of `buffer` into the results of all arrays; a number is copied out of a large pack."""
-        for index, view in self.views(buffer):
-            results[index] = view.copy() if view.size == 1 and self.size > FEW_ELEMENTS else view
+        copies_numbers = self.size > FEW_ELEMENTS
+        for m in self.members:
+            array = buffer[m.start : m.stop].reshape(m.shape)
+            results[m.index] = array.copy() if copies_numbers and m.stop - m.start == 1 else array
 
 
 def layouts_of(arrays: Sequence[Any]) -> tuple[Layout, ...]:
