@@ -436,22 +436,19 @@ class AccumulationRoute(CommunicatorRoute):
 
     def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
         """Return the function's results for all ranks' arrays, value after value."""
+        ranks, results = self._ranks, []
         for array, (source, result) in zip(arrays, memory, strict=True):
-            result.reshape(-1)[...] = source
-            self._combine_at_root(array.dtype, result)
-        return [result for _, result in memory]
-
-    def _combine_at_root(self, dtype: np.dtype[Any], result: Array) -> None:
-        ranks = self._ranks
-        # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
-        gathered = ranks.guard.on_all(partial(self._room, result))
-        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, gathered, self._root)
-        dtype = result.dtype if result.dtype.kind in "iu" else dtype
-        ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
-        if self._is_sent:
-            ranks.bcast(result.reshape(-1), self._root)
-        with np.errstate(all="ignore"):
-            divide_by(self._divisors[result.dtype], result)
+            # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
+            gathered = ranks.guard.on_all(partial(self._room, result))
+            ranks.gatherv(source, [result.size] * ranks.size, gathered, self._root)
+            dtype = result.dtype if result.dtype.kind in "iu" else array.dtype
+            ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
+            if self._is_sent:
+                ranks.bcast(result.reshape(-1), self._root)
+            with np.errstate(all="ignore"):
+                divide_by(self._divisors[result.dtype], result)
+            results.append(result)
+        return results
 
     def _room(self, array: Array) -> Array | None:
         is_root = self._ranks.rank == self._root
