@@ -217,18 +217,13 @@ class CrossDeviceOps(Algorithm):
         with call:
             destination = placing.resolve(destinations, communicator, call.where)
             (result,) = broadcast(communicator, [tensor], 0, call, destination.text)
-            return mirrored(result, destination, communicator)
+            return destination.mirrored(result)
 
 
 def _group_of(value: Any) -> Ranks | None:
     """Return the ranks to which a value, or a value in a nest, belongs."""
     groups = [leaf._group for leaf in nest.flatten(value)[0] if isinstance(leaf, PerReplica)]
     return next(filter(None, groups), None)
-
-
-def mirrored(value: Any, destination: placing.Destination, communicator: Ranks) -> Mirrored:
-    """Wrap a result that lives on the ranks of `destination`."""
-    return Mirrored((value,) if destination.includes(communicator.rank) else (), destination.text)
 
 
 def _checked(

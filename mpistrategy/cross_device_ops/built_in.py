@@ -7,7 +7,7 @@ unless it takes the usual routes, as MpiAllReduce does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
 from mpistrategy.arrays.gpu import layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
-from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
+from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -81,12 +81,12 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return how arrays are reduced; None where arrays in GPU memory are reduced on the host."""
         reduced_precision.check(options.wire)
         if not on_gpu:
-            self._check_dtypes((dtype for dtype, _ in layouts), op)
             return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
         if self._by_host:
             return None
         packs = gpu_packs(layouts, options.bytes_per_pack, self.num_packs)
-        return GpuRoute(ranks, packs, op, path_word(options, self._device_path), options.wire)
+        word = path_word(options, self._device_path)
+        return GpuRoute(ranks, packs, op, word, options.wire, root=destination.only_rank)
 
     def _route(
         self,
@@ -96,7 +96,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
         destination: Destination,
     ) -> Transfer:
-        """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank."""
+        """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank.
+
+        Raises:
+            MpiStrategyError: for arrays that this algorithm, unlike others, cannot reduce.
+        """
         root = self._root(ranks, destination)
         if root is None:
             return usual_route(ranks, layouts, op, options.bytes_per_pack, options.wire)
@@ -107,9 +111,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _root(self, ranks: Ranks, destination: Destination) -> int | None:
         """Return the rank that combines; None: all ranks combine."""
         return destination.only_rank
-
-    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
-        """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
 
     def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
@@ -133,7 +134,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             values = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
             targets = [resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             results = map(in_kind, self._reduce(call, communicator, reduce_op, values, targets, options), values)
-            return [mirrored(result, target, communicator) for result, target in zip(results, targets, strict=True)]
+            return [target.mirrored(result) for result, target in zip(results, targets, strict=True)]
 
     def _all_reduce_values(
         self,
@@ -241,7 +242,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         results: list[Any] = [None] * len(values)
         for (transfer, indices), room in zip(parts, memory, strict=True):
             for i, total in zip(indices, transfer.run([values[i] for i in indices], room), strict=True):
-                results[i] = total if target.includes(ranks.rank) else None
+                results[i] = total if target.is_here else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(ranks, value, op)
@@ -435,22 +436,19 @@ class AccumulationRoute(CommunicatorRoute):
 
     def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
         """Return the function's results for all ranks' arrays, value after value."""
+        ranks, results = self._ranks, []
         for array, (source, result) in zip(arrays, memory, strict=True):
-            result.reshape(-1)[...] = source
-            self._combine_at_root(array.dtype, result)
-        return [result for _, result in memory]
-
-    def _combine_at_root(self, dtype: np.dtype[Any], result: Array) -> None:
-        ranks = self._ranks
-        # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
-        gathered = ranks.guard.on_all(partial(self._room, result))
-        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, gathered, self._root)
-        dtype = result.dtype if result.dtype.kind in "iu" else dtype
-        ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
-        if self._is_sent:
-            ranks.bcast(result.reshape(-1), self._root)
-        with np.errstate(all="ignore"):
-            divide_by(self._divisors[result.dtype], result)
+            # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
+            gathered = ranks.guard.on_all(partial(self._room, result))
+            ranks.gatherv(source, [result.size] * ranks.size, gathered, self._root)
+            dtype = result.dtype if result.dtype.kind in "iu" else array.dtype
+            ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
+            if self._is_sent:
+                ranks.bcast(result.reshape(-1), self._root)
+            with np.errstate(all="ignore"):
+                divide_by(self._divisors[result.dtype], result)
+            results.append(result)
+        return results
 
     def _room(self, array: Array) -> Array | None:
         is_root = self._ranks.rank == self._root

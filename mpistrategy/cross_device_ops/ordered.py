@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
-from typing import Any
 
 import numpy as np
 
@@ -66,7 +65,19 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         options: CommunicationOptions,
         destination: Destination,
     ) -> Transfer:
-        """Return the route of arrays: through memory of the node, or share by share from rank to rank."""
+        """Return the route of arrays: through memory of the node, or share by share from rank to rank.
+
+        Raises:
+            UnsupportedError: for a PROD of complex numbers, which cannot be combined part by part.
+        """
+        for dtype, _ in layouts:
+            if op is ReduceOp.PROD and dtype.kind == "c":
+                raise UnsupportedError.at(
+                    "OrderedAllReduce",
+                    found=f"PROD of {dtype_name(dtype)} by OrderedAllReduce",
+                    expected="PROD of real numbers, or SUM or MEAN",
+                    fix="Use MpiAllReduce(), or multiply the magnitudes and add the angles.",
+                )
         packs, text = (
             packs_of(layouts, options.bytes_per_pack, alone_bytes=ranks.thresholds.pack_bytes),
             op._on_the_wire,
@@ -93,17 +104,6 @@ class OrderedAllReduce(PackedCrossDeviceOps):
             combine_ordered([row.reshape(-1) for row in rows], [rows[0].reshape(-1)], "SUM", 1)
             total[positions] = rows[0]
         return IndexedSlices(finish(total, dtype, op, ranks.size), indices, slices.dense_shape)
-
-    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
-        """Raise UnsupportedError for a PROD of complex numbers, which cannot be combined part by part."""
-        odd = [dtype for dtype in dtypes if op is ReduceOp.PROD and dtype.kind == "c"]
-        if odd:
-            raise UnsupportedError.at(
-                "OrderedAllReduce",
-                found=f"PROD of {dtype_name(odd[0])} by OrderedAllReduce",
-                expected="PROD of real numbers, or SUM or MEAN",
-                fix="Use MpiAllReduce(), or multiply the magnitudes and add the angles.",
-            )
 
 
 def _combine_on_node(node: NodeSum, op: str, source: Array, target: Array) -> None:

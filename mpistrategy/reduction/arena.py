@@ -353,7 +353,7 @@ class ArenaPlan(Compared, CallPlan):
     def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
         """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
         value._check(self.reducer, call.where, out)
-        value._routes[self.how].carried_out(value._own_arrays, partial(self.agree, call))
+        self.carry_out(call, value._routes[self.how], value._own_arrays)
         return value._values if self.how[3] else value._result
 
 

@@ -253,11 +253,11 @@ def _start_on_gpu(
 
 
 class _Stream(Freed):
-    """One stream for each device, made at the first use; an event belongs to a stream of its device."""
+    """The stream of the current device on which reductions run."""
 
     def __init__(self) -> None:
         self._cupy: Any = cupy_for("arrays in GPU memory")
-        self._streams: dict[int, Any] = {}
+        self._stream: Any = self._cupy.cuda.Stream(non_blocking=True)
         #: Objects that the stream may still use, and the events after their last use; the oldest first.
         self._used: deque[tuple[Any, object]] = deque()
 
@@ -269,11 +269,8 @@ class _Stream(Freed):
 
     @contextmanager
     def after(self, event: Any) -> Iterator[None]:
-        """Make the stream of the current device the current one, behind an event."""
-        device = self._cupy.cuda.runtime.getDevice()
-        if device not in self._streams:
-            self._streams[device] = self._cupy.cuda.Stream(non_blocking=True)
-        with self._streams[device] as stream:
+        """Make the stream the current one, behind an event."""
+        with self._stream as stream:
             stream.wait_event(event)
             yield
 
@@ -286,9 +283,8 @@ class _Stream(Freed):
         return event
 
     def free(self) -> None:
-        """Wait for the streams: then their work uses no memory."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        """Wait for the stream: then its work uses no memory."""
+        self._stream.synchronize()
         self._used.clear()
 
 
@@ -330,7 +326,7 @@ class _Begun:
         with self._device:
             own_results = None if memory is None else route.own_results(self._arrays, memory)
             self._memory = route.bring(self._arrays, own_results)
-            self._stream = ranks.once(_Stream, _Stream)
+            self._stream = ranks.once((_Stream, self._device.id), _Stream)
             self._packed = self._stream.note()
             self.path = device_path(ranks, route.word)
             #: The event after which the memory of other libraries' arrays may be used again.

@@ -44,8 +44,8 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind, is_plain_array
-from mpistrategy.reduction.plan import CallPlan, NestPlan, NumbersOfRanks
+from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind
+from mpistrategy.reduction.plan import CallPlan, Compared, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes import gpu
 from mpistrategy.reduction.routes.host import in_mailboxes
@@ -97,9 +97,9 @@ def move(
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
         gpu.prepare(ranks, gpu_arrays, call.where)
-    sparingly = collective.sparingly and not gpu_arrays
-    agree = partial(call.agree_on, collective.signature(call, destination), sparingly=sparingly)
-    return collective.carried_out(arrays, agree, targets)
+    compared = Compared(collective.signature(call, destination), None)
+    compared.sparingly = collective.sparingly and not gpu_arrays
+    return compared.carry_out(call, collective, arrays, targets)
 
 
 class EachArray(General):
@@ -133,7 +133,7 @@ class EachArray(General):
         where = nest.leaves_of(value)
         leaves = [] if where is None else where.take(value)
         arrays = arrays_of(leaves)
-        if where is None or arrays is None or not all(map(is_plain_array, arrays)):
+        if where is None or arrays is None or not all(a.dtype.isnative and not a.dtype.hasobject for a in arrays):
             return None
         call.structure, kinds = where.structure.text, {*map(type, leaves)}
         collective, timeout_seconds = self.collective(call, arrays, value), self.merged_options.timeout_seconds

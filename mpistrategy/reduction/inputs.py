@@ -107,11 +107,6 @@ def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) 
     return None
 
 
-def is_plain_array(leaf: Any) -> bool:
-    """Return whether a leaf is NumPy's own array, of a dtype that travels as it is."""
-    return type(leaf) is np.ndarray and leaf.dtype.isnative and not leaf.dtype.hasobject
-
-
 def _on_host(leaf: Any) -> Array:
     kind = type(leaf)
     if kind in NUMBERS:
@@ -325,9 +320,11 @@ class Destination:
 
     Attributes:
         ranks: in rising order; None means every rank.
+        is_here: whether this rank is one of them.
     """
 
     ranks: tuple[int, ...] | None = None
+    is_here: bool = True
 
     @property
     def text(self) -> str:
@@ -339,9 +336,9 @@ class Destination:
         """The single rank on which the result lives, or None when there are several."""
         return self.ranks[0] if self.ranks is not None and len(self.ranks) == 1 else None
 
-    def includes(self, rank: int) -> bool:
-        """Return whether the result lives on `rank`."""
-        return self.ranks is None or rank in self.ranks
+    def mirrored(self, value: Any) -> Mirrored:
+        """Wrap a result that lives on these ranks."""
+        return Mirrored((value,) if self.is_here else (), self.text)
 
 
 EVERY_RANK = Destination()
@@ -397,7 +394,9 @@ def resolve(destinations: Any, communicator: Ranks, where: str) -> Destination:
             fix="Pass the value itself to have the result on every rank, or 'task:0' to have it on rank 0.",
         )
     ranks = {rank for text in texts for rank in ranks_of(text, communicator, where)}
-    return EVERY_RANK if len(ranks) == communicator.size else Destination(tuple(sorted(ranks)))
+    if len(ranks) == communicator.size:
+        return EVERY_RANK
+    return Destination(tuple(sorted(ranks)), communicator.rank in ranks)
 
 
 def ranks_of(text: str, communicator: Ranks, where: str) -> list[int]:

@@ -134,7 +134,9 @@ def run_plan(
     """
     is_large = in_place and sum([array.nbytes for array in arrays]) >= plan.least_in_place
     into = [array if array.flags.c_contiguous else None for array in arrays] if is_large else None
-    totals = plan.carried_out(arrays, agree, into)
+    memory = plan.bring(arrays, into)
+    agree()
+    totals = plan.run(arrays, memory)
     for array, total in zip(arrays, totals, strict=True) if in_place else ():
         array[...] = total  # nothing to do where it is the array
     return totals
@@ -220,6 +222,16 @@ class Compared:
             call.timeout = self._timeout
         return call.agree_on(self._signature, self._digest, sparingly=self.sparingly)
 
+    def carry_out(
+        self, call: Call, transfer: Transfer, arrays: Sequence[Array], targets: Targets = None
+    ) -> list[Array]:
+        """Take memory, let the ranks agree on the call, and return the results of a transfer."""
+        memory = transfer.bring(arrays, targets)
+        while self.agree(call):
+            transfer.answer()
+            memory = transfer.bring(arrays, targets)
+        return transfer.run(arrays, memory)
+
 
 class ArraysPlan(Compared):
     """The plan of arrays whose calls are compared by words that change: a variable's name, the number of a step.
@@ -242,7 +254,7 @@ class ArraysPlan(Compared):
 
     def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
         """Return the results on every rank; inside `call`."""
-        return self.plan.carried_out(arrays, partial(self.agree, call))
+        return self.carry_out(call, self.plan, arrays)
 
     def agree(self, call: Call) -> bool:
         """Compare the call with the calls of the other ranks; see `Call.agree`."""
@@ -259,12 +271,15 @@ class ArraysPlan(Compared):
 class NestPlan(Compared, CallPlan):
     """The plan of arrays and numbers on the host, alone or in plain nests; `out` is of the kind of the first call.
 
+    With a destination the results are `Mirrored`, and `out` says where they go.
+
     Args:
         otherwise: makes the other calls, such as calls with an `out` of another kind.
         leaves: how to reach the arrays.
         transfer: the transfer of the arrays.
         signature, timeout_seconds: see `Compared`.
         kinds: the types of the leaves.
+        destination: the ranks on which the results live; None for plain results on every rank.
     """
 
     def __init__(
@@ -275,39 +290,37 @@ class NestPlan(Compared, CallPlan):
         signature: Signature,
         timeout_seconds: float | None,
         kinds: set[type],
+        destination: Destination | None = None,
     ) -> None:
         super().__init__(signature, timeout_seconds)
         self.sparingly: bool = transfer.sparingly
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self.transfer: Transfer = transfer
+        self.destination: Destination | None = destination
         self._only_arrays = kinds == _ARRAYS
         #: Of arrays of other libraries, which are looked at in each call.
         self._layouts = None if kinds <= _ARRAYS | _NUMBERS else transfer.layouts
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
-        leaves, targets = self.leaves.take(value), None if out is None else self.leaves.take(out)
+        leaves, destination = self.leaves.take(value), self.destination
+        targets = None if out is None or destination is not None else self.leaves.take(out)
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
         if arrays is None or not (targets is None or writable(targets)):
             return self.otherwise.run(call, value, out, weight)
         if targets is None:
-            results = self._results(call, arrays, None)
-            return self.leaves.structure.pack(results if self._only_arrays else map(in_kind, results, leaves))
+            results = self.carry_out(call, self.transfer, arrays)
+            in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
+            if destination is not None:
+                text = destination.text
+                in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
+            return self.leaves.structure.pack(in_kinds)
         direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
-        for target, result in zip(targets, self._results(call, arrays, direct_targets), strict=True):
+        for target, result in zip(targets, self.carry_out(call, self.transfer, arrays, direct_targets), strict=True):
             if result is not target:
                 target[...] = result
         return out
-
-    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets) -> list[Array]:
-        """Do `Transfer.carried_out`, in less time."""
-        transfer = self.transfer
-        memory = transfer.bring(arrays, targets)
-        while self.agree(call):
-            transfer.answer()
-            memory = transfer.bring(arrays, targets)
-        return transfer.run(arrays, memory)
 
 
 class DevicePlan(NestPlan):
@@ -319,32 +332,12 @@ class DevicePlan(NestPlan):
         route: Any = self.transfer
         if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
             return self.otherwise.run(call, value, out, weight)
-        results = self._results(call, arrays, None if out is None else route.own_results(arrays, arrays))
+        results = self.carry_out(call, route, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
             return self.leaves.structure.pack(results)
         with arrays[0].device:
             move(results, arrays)
         return out
-
-
-class PlacedPlan(NestPlan):
-    """The plan of values whose results are `Mirrored`, on some ranks; the `out` of its calls are the destinations."""
-
-    #: Where the results live.
-    destination: Destination
-    is_here: bool
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return a `Mirrored`, or a nest of them; see `CallPlan.run`."""
-        leaves, text = self.leaves.take(value), self.destination.text
-        arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
-        if arrays is None:
-            return self.otherwise.run(call, value, out, weight)
-        results = self._results(call, arrays, None)
-        if not self.is_here:
-            return self.leaves.structure.pack([Mirrored((), text) for _ in leaves])
-        in_kinds = results if self._only_arrays else map(in_kind, results, leaves)
-        return self.leaves.structure.pack([Mirrored((result,), text) for result in in_kinds])
 
 
 def kind_of(value: Any) -> Any:

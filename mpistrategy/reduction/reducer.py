@@ -40,7 +40,6 @@ from mpistrategy.reduction.plan import (
     CallPlan,
     DevicePlan,
     NestPlan,
-    PlacedPlan,
     WeightedMeans,
     WeightedPlan,
     checked_weight,
@@ -231,17 +230,14 @@ class AllReduce(General):
             transfer, kind = reducer.weighted_means(layouts, options), WeightedPlan
         else:
             transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
-            kind = DevicePlan if is_on_gpu else NestPlan if destination is None else PlacedPlan
+            kind = DevicePlan if is_on_gpu else NestPlan
         is_elsewhere = out is not None and destination is None and not is_on_gpu
         if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
             return None
         words = WEIGHTED if is_weighted else op.value, where.structure.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
-        plan = kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)})
-        if isinstance(plan, PlacedPlan) and destination is not None:
-            plan.destination, plan.is_here = destination, destination.includes(reducer.communicator.rank)
-        return plan
+        return kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)}, destination)
 
 
 class Reduce(AllReduce):
@@ -398,8 +394,9 @@ class Reducer:
         means = means or WeightedMeans(ranks, layouts, sums)
         means.weight = own_weight
         values, settings = tuple(map(layout_of, arrays)), self.algorithm._settings(options)
-        agree = partial(call.agree, "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings)
-        results = means.carried_out(arrays, partial(agree, sparingly=True))
+        memory = means.bring(arrays)
+        call.agree("reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings, sparingly=True)
+        results = means.run(arrays, memory)
         ranks.guard.wait_for_gpu(sums.read)
         return results
 

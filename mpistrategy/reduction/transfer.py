@@ -83,6 +83,13 @@ class Pack:
             for m in self.members
         ]
 
+    def unpack(self, buffer: Array, results: list[Any]) -> None:
+        """Write the views of `buffer` into the results of all arrays; a number is copied out of a large pack."""
+        copies_numbers = self.size > FEW_ELEMENTS
+        for m in self.members:
+            array = buffer[m.start : m.stop].reshape(m.shape)
+            results[m.index] = array.copy() if copies_numbers and m.stop - m.start == 1 else array
+
 
 def layouts_of(arrays: Sequence[Any]) -> tuple[Layout, ...]:
     """Return the dtype and the shape of each array."""
@@ -200,14 +207,6 @@ class Transfer(ABC):
     @abstractmethod
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the results, after the agreement."""
-
-    def carried_out(self, arrays: Sequence[Array], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
-        """Take memory, let the ranks agree on the call, and return the results."""
-        memory = self.bring(arrays, targets)
-        while agree():
-            self.answer()
-            memory = self.bring(arrays, targets)
-        return self.run(arrays, memory)
 
     def answer(self) -> None:
         """Answer ranks that ask for the structure of the values, after an agreement that says so."""

@@ -158,7 +158,7 @@ def sanitizer(lane: Lane, row: Row) -> Outcome:
 
 VALUES = ("variables/test_gpu_variables.py", "arrays/test_foreign_arrays.py", "training/test_gpu_update.py")
 COLLECTIVES = "mpi/gpu/test_device_collectives.py"
-STAYS = (COLLECTIVES, "reduction/test_gpu_stays_there.py", "reduction/test_gpu_memory.py")
+STAYS = (COLLECTIVES, "reduction/test_gpu_stays_there.py")
 TRANSPORTS = (
     *(f"mpi/gpu/test_{name}.py" for name in ("binding", "cuda_aware", "failures_on_gpus", "nccl", "transport_choice")),
     "whole/test_cupy_names.py",
@@ -185,17 +185,11 @@ FIRST = [
 ]
 #: They wait for most of their time: several at once.
 BESIDE = [
-    Row("races", "slow kernels, 2 ranks", tests, files=("reduction/test_gpu_races.py",)),
     Row("stays", "every collective, what stays on the GPU, 2 ranks", tests, files=STAYS),
     Row("onnodes", "collectives on 2 pretended nodes, 3 ranks", tests, 20, 3, (COLLECTIVES,), PATHS[1:]),
     Row("transports1", "choice of GPUs and paths, NCCL, 1 rank", tests, 30, 1, TRANSPORTS),
     Row("transports2", "choice of GPUs and paths, NCCL, 2 ranks", tests, 30, 2, TRANSPORTS),
-    Row(
-        "overlap",
-        "reductions beside computation; memory of other libraries, 2 ranks",
-        tests,
-        files=("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py"),
-    ),
+    Row("overlap", "slow kernels, computation beside, 2 ranks", tests, 40, files=("reduction/test_gpu_overlap.py",)),
     Row("failures", "a rank fails while work is queued", tests, 60, 1, ("mpi/gpu/test_failures_under_way.py",)),
     Row("properties1", "property tests, 1 rank", tests, 30, 1, REDUCTIONS),
     Row("properties2", "property tests, 2 ranks", tests, 40, 2, REDUCTIONS),

@@ -235,36 +235,32 @@ def test_ranks_that_wait_having_started_unequally_many_are_told(apart: ms.Strate
 # ------------------------------------------------------------------------------------------------- ends
 
 
-def test_one_nobody_waited_for_does_not_hold_up_the_close() -> None:
-    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
-    handle = started(strategy, "SUM", np.ones(500_000))
-    strategy.close()
+def test_one_nobody_waited_for_does_not_hold_up_the_close(apart: ms.Strategy) -> None:
+    handle = started(apart, "SUM", np.ones(500_000))
+    apart.close()
     assert handle.done()
     assert (handle.wait() == SIZE).all()
 
 
 @several
-def test_one_that_only_some_ranks_started_ends_with_the_close() -> None:
-    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
-    started(strategy, "SUM", 1.0).wait()
+def test_one_that_only_some_ranks_started_ends_with_the_close(apart: ms.Strategy) -> None:
+    started(apart, "SUM", 1.0).wait()
     if RANK == 0:
-        lonely = started(strategy, "SUM", np.ones(5))
+        lonely = started(apart, "SUM", np.ones(5))
         with pytest.warns(RuntimeWarning, match="nobody waited"):
-            strategy.close()
+            apart.close()
         with pytest.raises(CollectiveMismatchError):
             lonely.wait()
     else:
-        strategy.close()
+        apart.close()
 
 
-def test_without_threads_in_the_mpi_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_in_the_mpi_it_is_done_at_once(apart: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     if RANK == SIZE - 1:  # one rank is enough
         monkeypatch.setattr(MpiRanks, "may_use_threads", False)
-    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
-    handle = started(strategy, "SUM", np.ones(3))
+    handle = started(apart, "SUM", np.ones(3))
     assert handle.done()
     assert (handle.wait() == SIZE).all()
-    strategy.close()
 
 
 PROGRAM = """

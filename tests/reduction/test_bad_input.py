@@ -296,6 +296,11 @@ LOCAL: list[tuple[str, Call, Any]] = [
     ("ReductionToOneDevice: no function", lambda s, v: ms.ReductionToOneDevice(accumulation_fn=3), TypeError),
     ("HierarchicalCopyAllReduce: -1", lambda s, v: ms.HierarchicalCopyAllReduce(-1), ValueError),
     ("HierarchicalCopyAllReduce: text", lambda s, v: ms.HierarchicalCopyAllReduce("2"), TypeError),
+    *(
+        (f"{name}: {wrong!r}", lambda s, v, name=name, wrong=wrong: setattr(s.extended, name, wrong), TypeError)
+        for name in ("cross_device_ops", "options")
+        for wrong in (None, "MpiAllReduce", ms.MpiAllReduce)
+    ),
     ("MpiAllReduce outside every strategy", lambda s, v: ms.MpiAllReduce().reduce("SUM", ONES, "CPU:0"), RuntimeError),
     ("ReplicaContext: a text for a number", lambda s, v: ms.ReplicaContext(s, "0"), ValueError),
     ("ReplicaContext: no number", lambda s, v: ms.ReplicaContext(s, None).replica_id_in_sync_group, ValueError),

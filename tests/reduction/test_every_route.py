@@ -196,10 +196,6 @@ def without_shared_memory(node_of_rank: Sequence[int]) -> Callable[[], ms.Strate
     return make
 
 
-def to_the_last_rank() -> ms.CrossDeviceOps:
-    return ms.ReductionToOneDevice(LAST)
-
-
 ON_NODE, FIRST, ALLREDUCE = "through memory of the node", "in the first message of the call", "by MPI's Allreduce"
 ROOT, SHARES = "by MPI's Reduce to one rank", "from rank to rank"
 #: On nodes of one rank each, MPI does it all.
@@ -216,7 +212,7 @@ ROUTES = {
     "MPI": Route((ALLREDUCE,), thresholds=BY_MPI),
     "MPI, two nodes": Route((ALLREDUCE, FIRST), on(TWO), BY_MPI),
     "root": Route((ROOT,), by(ms.ReductionToOneDevice)),
-    "root, two nodes": Route((ROOT,), on(TWO, to_the_last_rank)),
+    "root, two nodes": Route((ROOT,), on(TWO, lambda: ms.ReductionToOneDevice(LAST))),
     "ordered, one node": Route((ON_NODE,), by(ms.OrderedAllReduce)),
     "ordered, two nodes": Route((SHARES,), on(TWO, ms.OrderedAllReduce)),
     "no shared memory": Route((ALLREDUCE, FIRST), without_shared_memory([0 for _ in RANKS])),

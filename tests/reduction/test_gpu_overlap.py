@@ -1,9 +1,10 @@
-"""All-reduces of arrays in GPU memory that go on while the GPU computes: who waits for whom, and right results."""
+"""Who waits for whom on the streams of a GPU: right results of what slow kernels write, and while the GPU computes."""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ import gpu_here
 import numpy as np
 import pytest
 from delayed_writes import delayed_fill
+from gpu_here import Spoken
 from replicas import ALL, RANK, SIZE, context, in_step, outcomes
 
 import mpistrategy as ms
@@ -20,7 +22,6 @@ from mpistrategy.options import GPU_PATH
 
 pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
 several = pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
-SECONDS = 0.3
 RANKS_ADDED = SIZE * (SIZE + 1) / 2
 
 
@@ -39,20 +40,27 @@ def start(strategy: ms.MirroredStrategy, value: Any, op: str = "SUM", **options:
     return strategy.run(lambda: context().all_reduce_async(op, value, **options))
 
 
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-def test_of_what_slow_kernels_write(cupy: Any, path: str, op: str) -> None:
+#: How often what slow kernels write is reduced at once; they take a millisecond.
+STEPS = 1000 if gpu_here.IS_GPU else 100
+
+
+@pytest.mark.parametrize(("op", "steps"), [("SUM", 12), ("MEAN", 12), ("SUM", STEPS)])
+def test_of_what_slow_kernels_write(cupy: Any, path: str, op: str, steps: int) -> None:
     """Behind the work before the call; what comes after `wait` finds the result, and may use the memory again."""
     divisor = SIZE if op == "MEAN" else 1
     with made(path) as strategy, cupy.cuda.Stream(non_blocking=True) as stream:
         gradients = [cupy.asarray(np.full(size, -1.0)) for size in (3, 1000, 70_000)]
         wrong = cupy.asarray(np.zeros(1))
-        for number in range(12):
+        for number in (step % 97 for step in range(steps)):
             for at, gradient in enumerate(gradients):
                 delayed_fill(cupy, gradient, (RANK + 1) * (number + at + 1), 1e-3 if at == 0 else 0)
-            handles = [start(strategy, {"x": gradient, "none": None}, op, name="each") for gradient in gradients]
-            for at, handle in enumerate(handles):
-                total = handle.wait()["x"]
-                gradients[at][...] = -1.0
+            if steps == STEPS:
+                results: Any = iter(in_step(strategy, lambda c: c.all_reduce("SUM", gradients)))
+            else:
+                handles = [start(strategy, {"x": gradient, "none": None}, op, name="each") for gradient in gradients]
+                results = (handle.wait()["x"] for handle in handles)
+            for at, total in enumerate(results):
+                gradients[at][...] = -1.0  # nobody may read it any more
                 wrong[...] += (total * divisor != RANKS_ADDED * (number + at + 1)).any()
         assert wrong.get(stream=stream)[0] == 0
 
@@ -86,21 +94,16 @@ def test_the_host_waits_for_no_kernel(cupy: Any, path: str) -> None:
         start(strategy, mine).wait()
         in_step(strategy, lambda c: c.all_reduce("SUM", mine))
         strategy.reduce("SUM", 1.0)
-        seconds = []
         for _ in range(5):
             cupy.cuda.get_current_stream().synchronize()
             delayed_fill(cupy, mine, RANK + 1.0, 0)
-            cupy.cuda.get_current_stream().launch_host_func(time.sleep, SECONDS / 3)
-            begun = time.perf_counter()
+            cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.1)
             handles = [start(strategy, mine, out=out), *[start(strategy, each, out=each) for each in buckets]]
-            seconds.append((time.perf_counter() - begun) / len(handles))
             under_way = [not handle.done() for handle in handles]
             for handle in handles:
                 handle.wait()
             assert all(under_way)
             assert out.get().tolist() == [RANKS_ADDED] * 1000
-        print(f"all_reduce_async on {path}: {1e3 * min(seconds):.2f} ms of the host")
-        assert min(seconds) < (1e-3 if gpu_here.IS_GPU else SECONDS / 30)  # on a processor kernels take its time
 
 
 @several
@@ -129,3 +132,54 @@ def test_a_mistake_of_one_rank_is_heard_of(cupy: Any, path: str) -> None:
         found = outcomes(lambda: start(strategy, cupy.asarray(np.ones(10 + RANK))).wait())
         assert all("10" in one.text and "11" in one.text for one in found)
         assert start(strategy, good).wait().get().tolist() == [float(SIZE)] * 10
+
+
+LENGTH = 3000
+
+
+def assigned(strategy: ms.Strategy, x: Any) -> Any:
+    with strategy.scope():
+        var = ms.Variable(np.zeros(LENGTH), aggregation="ONLY_FIRST_REPLICA")
+    strategy.run(lambda: var.assign(x))
+    return var.local_view
+
+
+EVERYONES = np.repeat(np.arange(SIZE) + 1.0, LENGTH)
+#: What is called with an array of this rank's number + 1, and what comes of it.
+CALLS: dict[str, tuple[Callable[[ms.Strategy, Any], Any], Any]] = {
+    "all_reduce": (lambda s, x: in_step(s, lambda c: c.all_reduce("SUM", x)), RANKS_ADDED),
+    "async": (lambda s, x: in_step(s, lambda c: c.all_reduce_async("SUM", x).wait()), RANKS_ADDED),
+    "weighted": (lambda s, x: in_step(s, lambda c: c.all_reduce("MEAN", x, weight=1)), RANKS_ADDED / SIZE),
+    "broadcast": (lambda s, x: s.broadcast(x, SIZE - 1), float(SIZE)),
+    "gather": (lambda s, x: s.gather(x, axis=0), EVERYONES),
+    "along an axis": (lambda s, x: s.reduce("MAX", x, axis=0), float(SIZE)),
+    "assign": (assigned, 1.0),
+    "sparse": (
+        lambda s, x: (
+            in_step(s, lambda c: c.all_reduce("SUM", ms.IndexedSlices(x, np.arange(LENGTH), (LENGTH,)))).values
+        ),
+        EVERYONES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_of_another_library_is_read_before_a_call_returns(cupy: Any, path: str, name: str) -> None:
+    """The library has a stream of its own, which writes the memory as soon as the call has returned."""
+    call, right = CALLS[name]
+    with made(path) as strategy, cupy.cuda.Stream(non_blocking=True) as stream:
+        theirs = cupy.cuda.Stream(non_blocking=True)
+        busy, memory = cupy.asarray(np.zeros(8)), cupy.asarray(np.zeros(LENGTH))
+        call(strategy, Spoken(memory))
+        wrong = 0
+        for _ in range(4):
+            memory[...] = RANK + 1.0
+            stream.synchronize()
+            delayed_fill(cupy, busy, 1.0, 5e-3)
+            found = call(strategy, Spoken(memory))
+            with theirs:
+                memory[...] = -1.0
+            theirs.synchronize()
+            result = found.array if isinstance(found, Spoken) else found
+            wrong += not (result.get(stream=stream) == right).all()
+        assert wrong == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from threading import Thread
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import gpu_here
 import numpy as np
@@ -139,6 +140,18 @@ def test_host_and_device_may_be_mixed_in_every_algorithm(cupy: Any, algorithm: A
         assert [each.get().tolist() for each in result.values] == [[10 * TOTAL] * 2] * (RANK == 0)
 
 
+def test_only_the_destination_gets_the_sum(strategy: Any, cupy: Any) -> None:
+    """Its path is asked for Reduce, in which fewer bytes travel than in Allreduce."""
+    last, array = SIZE - 1, cupy.asarray(values((5,), "int16"))
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", array))  # chooses the path
+    path: Any = chosen_path(strategy.extended.communicator).path
+    with mock.patch.object(path, "reduce", wraps=path.reduce) as reduce:
+        found = strategy.extended.reduce_to("SUM", array, f"task:{last}")
+    assert [call.args[3] for call in reduce.call_args_list] == [None if SIZE == 1 else last]
+    right = sum(values((5,), "int16", rank) for rank in RANKS)
+    assert [each.get().tolist() for each in found.values] == [right.tolist()] * (last == RANK)
+
+
 @pytest.mark.parametrize("shared_result", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int16"])
 def test_an_arena_is_reduced_where_it_is(strategy: Any, cupy: Any, dtype: str, shared_result: bool) -> None:
@@ -179,23 +192,9 @@ def test_explain_tells_the_path(strategy: Any, cupy: Any) -> None:
 # ------------------------------------------------------------------------------------- places
 
 
-def in_a_thread(cupy: Any, function: Callable[[], Any]) -> Any:
-    """Return what a new thread gets, which CUDA lets begin on GPU:0."""
-    found: list[Any] = []
-
-    def work() -> None:
-        cupy.cuda.Device(0).use()
-        found.append(function())
-
-    thread = Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found, "the thread has failed"
-    return found[0]
-
-
 def test_all_is_made_on_the_gpu_of_the_rank_in_any_thread(strategy: ms.MirroredStrategy, cupy: Any) -> None:
     def made_there() -> dict[str, Any]:
+        cupy.cuda.Device(0).use()  # as CUDA lets a new thread begin
         with strategy.scope():
             v = ms.Variable(np.arange(4.0), name="v")
             made = {"read_value": v.read_value(), "local_copy": v.local_copy()}
@@ -206,7 +205,8 @@ def test_all_is_made_on_the_gpu_of_the_rank_in_any_thread(strategy: ms.MirroredS
         made["an arena's"] = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", strategy.arena([mine])))[0]
         return made
 
-    made = in_a_thread(cupy, made_there)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(made_there).result()
     wanted = gpu_here.number(strategy)
     assert {name: array.device.id for name, array in made.items()} == dict.fromkeys(made, wanted)
     assert made["read_value"].get().tolist() == [0, 1, 2, 3]

@@ -1,6 +1,7 @@
 """What users call, with arrays in GPU memory: the results, and that none of their bytes go to the host.
 
-The bytes are counted on tests/cuda_on_cpu; elsewhere the results are compared alone.
+The bytes are counted on tests/cuda_on_cpu; elsewhere the results are compared alone.  Reductions of 16-bit numbers
+take one copy in 32 bits beside their results, by the bytes of CuPy's pool.
 """
 
 from __future__ import annotations
@@ -160,3 +161,74 @@ def test_a_checkpoint_is_restored_without_reading_what_is_there(cupy: Any, path:
         assert is_right(path, var.local_view, value(0), 0)
         assert is_right(path, large.local_view, value(0, "float64", (300, 1000)), 0)
         assert path == "staged" or moved == 0
+
+
+# ------------------------------------------------------------------------------------- the memory that it takes
+
+COUNT, LENGTH = 20, 3 * 2**15
+NBYTES = COUNT * LENGTH * 2
+#: What tables, events and lists take.
+SCRATCH = 2**18
+
+
+def peak(cupy: Any, do: Callable[[], Any]) -> int:
+    """Return the most bytes that were taken at a time meanwhile, above those before."""
+    do()
+    pool = cupy.get_default_memory_pool()
+    cupy.cuda.runtime.deviceSynchronize()
+    before, found = pool.used_bytes(), [0]
+
+    class Hook(cupy.cuda.MemoryHook):
+        name = "peak"
+
+        def malloc_postprocess(self, **told: Any) -> None:
+            found[0] = max(found[0], pool.used_bytes() - before)
+
+    with Hook():
+        do()
+    return found[0]
+
+
+def halves(cupy: Any, dtype: str) -> list[Any]:
+    return [cupy.asarray(np.full(LENGTH, number, dtype)) for number in range(COUNT)]
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("SUM", "float16"), ("SUM", "int16"), ("MAX", "int16")])
+def test_a_list_takes_its_results_and_a_copy(cupy: Any, path: str, op: str, dtype: str) -> None:
+    arrays = halves(cupy, dtype)
+    found: list[Any] = []
+
+    def reduce() -> None:
+        found.clear()
+        found.extend(in_step(strategy, lambda c: c.all_reduce(op, arrays)))
+
+    with made(path) as strategy:
+        assert peak(cupy, reduce) <= 3 * NBYTES + SCRATCH
+    for number, each in enumerate(found):
+        assert set(each.get().tolist()) == {number * (SIZE if op == "SUM" else 1)}
+
+
+def test_what_is_its_own_result_takes_a_copy(cupy: Any, path: str) -> None:
+    arrays = halves(cupy, "float16")
+    large = cupy.asarray(np.ones(COUNT * LENGTH, np.float16))
+    with made(path) as strategy:
+        taken = peak(cupy, lambda: in_step(strategy, lambda c: c.all_reduce("SUM", arrays, out=arrays)))
+        assert taken <= 3 * NBYTES + SCRATCH  # small arrays are packed
+        taken = peak(cupy, lambda: in_step(strategy, lambda c: c.all_reduce("SUM", large, out=large)))
+        assert taken <= 2 * NBYTES + SCRATCH
+        assert set(large.get().tolist()) == {SIZE**2}  # two calls
+        arena = strategy.arena(halves(cupy, "float16"))
+        assert peak(cupy, lambda: in_step(strategy, lambda c: c.all_reduce("SUM", arena))) <= 2 * NBYTES + SCRATCH
+
+
+def test_two_streams_do_not_share_a_copy(cupy: Any, path: str) -> None:
+    first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with made(path) as strategy:
+        found = []
+        for number in range(10):
+            for stream, sign in ((first, 1), (second, -1)):
+                with stream:
+                    mine = cupy.asarray(np.ones(LENGTH, np.float16)) * (sign * number)
+                    found.append((sign * number, in_step(strategy, lambda c, v=mine: c.all_reduce("SUM", v)), stream))
+        for number, each, stream in found:
+            assert set(each.get(stream=stream).tolist()) == {number * SIZE}

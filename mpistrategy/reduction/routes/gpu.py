@@ -273,6 +273,7 @@ class GpuRoute(Transfer):
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
         targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
             Only arrays that travel one by one have one.
+        root: the rank that gets the results; None: all ranks.
 
     Attributes:
         word: the argument.
@@ -288,9 +289,11 @@ class GpuRoute(Transfer):
         word: str,
         wire: str | None,
         targets: Targets = None,
+        root: int | None = None,
     ) -> None:
         self.packs = packs
         self.word: str = word
+        self._root = root
         self._ranks, self._op, self._wire, self._targets = ranks, op, wire, targets
 
     def own_results(self, arrays: Sequence[DeviceArray], outs: Sequence[Any]) -> Targets:
@@ -331,12 +334,12 @@ class GpuRoute(Transfer):
         bucket = _Bucket(pack, memory, target is not None, source, payload, result)
         wire: Any = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
         knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
-        if knows:  # a CuPy before 14 knows no bfloat16: all digits are sent
+        if knows and self._root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
             bucket.rounded = take(wire)
         return bucket
 
     def run(self, arrays: Sequence[DeviceArray], memory: list[_Bucket]) -> list[DeviceArray]:
-        """Return the results, on the current stream."""
+        """Return the results, on the current stream; with a root they are undefined on the other ranks."""
         with arrays[0].device:
             self.send(self._ranks, device_path(self._ranks, self.word), memory)
             return self.unpacked(memory)
@@ -355,7 +358,7 @@ class GpuRoute(Transfer):
                     path.reduce(ranks, bucket.rounded, op)
                     payload[...] = bucket.rounded
                 else:
-                    path.reduce(ranks, payload, op, wire=self._wire)
+                    path.reduce(ranks, payload, op, self._root, self._wire)
                 divide_by(self._op._divisor(payload.dtype, ranks.size), payload)
             if bucket.result is not bucket.memory:
                 np.true_divide(payload, ranks.size, out=bucket.result)

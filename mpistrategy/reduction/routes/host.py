@@ -29,7 +29,7 @@ from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.transfer import FEW_ELEMENTS, Layout, Pack, Targets, Transfer, Way, copies_of, packs_of
+from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, copies_of, packs_of
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]
@@ -64,7 +64,6 @@ class CommunicatorRoute(Transfer):
         self._node = ranks.node_sum if "node_sum" in map(self._name_of, packs) else None
         self._divisors = {pack.dtype: op._divisor(pack.dtype, ranks.size) for pack in packs}
         self._count = sum(len(pack.members) for pack in packs)
-        self._lone = [m.index for p in packs if p.size > FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
     def _name_of(self, pack: Pack) -> RouteName:
         """Return the name of the way that a pack takes."""
@@ -99,17 +98,15 @@ class CommunicatorRoute(Transfer):
         results: list[Any] = [None] * self._count
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack, (source, target) in zip(self.packs, memory, strict=True):
-            flat = target.reshape(-1)
-            for index, view in pack.views(flat):
-                results[index] = view
             if pack.size:
-                pairs.setdefault(pack.dtype, []).append((source, flat))
-            if len(pack.members) == 1:
-                results[pack.members[0].index] = target  # which may be the caller's own
+                pairs.setdefault(pack.dtype, []).append((source, target.reshape(-1)))
         for dtype, pairs_of_dtype in pairs.items():
             self._combine(dtype, pairs_of_dtype)
-        for index in self._lone:
-            results[index] = results[index].copy()
+        for pack, (_, target) in zip(self.packs, memory, strict=True):
+            if len(pack.members) == 1:
+                results[pack.members[0].index] = target  # which may be the caller's own
+            else:
+                pack.unpack(target, results)
         return results
 
     def _combine(self, dtype: np.dtype[Any], pairs: Sequence[tuple[Array, Array]]) -> None:
@@ -259,12 +256,8 @@ class MailboxRoute(Transfer):
                     divide(total, operand, total)
                 if len(pack.members) == 1:
                     results[pack.members[0].index] = total.reshape(pack.members[0].shape)
-                    continue
-                for m in pack.members:
-                    if m.stop - m.start == 1:  # a lone number must not keep a pack alive
-                        results[m.index] = np.array(total[m.start]).reshape(m.shape)
-                    else:
-                        results[m.index] = total[m.start : m.stop].reshape(m.shape)
+                else:
+                    pack.unpack(total, results)
         return results
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:

@@ -333,16 +333,12 @@ def test_arrays_outlive_the_strategy() -> None:
     assert result.sum() == 3000
 
 
-def in_the_background(strategy: ms.Strategy, arena: Arena) -> Any:
-    return strategy.run(lambda: context().all_reduce_async("SUM", arena, out=arena).wait())
-
-
-def reduce_to(strategy: ms.Strategy, arena: Arena) -> Any:
-    return strategy.extended.reduce_to("SUM", arena, arena)
-
-
-def reduce(strategy: ms.Strategy, arena: Arena) -> Any:
-    return strategy.reduce("SUM", arena)
+WAYS: dict[str, Callable[[ms.Strategy, Arena], Any]] = {
+    "reduce": lambda s, arena: s.reduce("SUM", arena),
+    "all_reduce": all_reduce,
+    "in the background": lambda s, arena: s.run(lambda: context().all_reduce_async("SUM", arena, out=arena).wait()),
+    "reduce_to": lambda s, arena: s.extended.reduce_to("SUM", arena, arena),
+}
 
 
 def mappings() -> int:
@@ -350,15 +346,13 @@ def mappings() -> int:
     return len(re.findall(r"(/dev/shm/|memfd:)mpistrategy", Path("/proc/self/maps").read_text()))
 
 
-@pytest.mark.parametrize(("where", "way"), rows(1, STRATEGIES, [reduce, all_reduce, in_the_background, reduce_to]))
-def test_the_memory_is_back_when_close_returns(
-    strategies: dict[str, ms.Strategy], where: str, way: Callable[[ms.Strategy, Arena], Any]
-) -> None:
+@pytest.mark.parametrize(("where", "asked"), rows(1, STRATEGIES, WAYS))
+def test_the_memory_is_back_when_close_returns(strategies: dict[str, ms.Strategy], where: str, asked: str) -> None:
     """Unless one of its arrays is still held; no garbage collection is needed."""
-    strategy = strategies[where]
+    strategy, way = strategies[where], WAYS[asked]
     gc.collect()
     gc.disable()
-    for shared_result in (False, True) if way is not in_the_background else (False,):
+    for shared_result in (False, True) if asked != "in the background" else (False,):
         way(strategy, strategy.arena([np.zeros(COUNT)], shared_result=shared_result))  # what is made once is there
         before, files = mappings(), len(os.listdir("/proc/self/fd"))
         for _ in range(2):
