@@ -1,14 +1,12 @@
 """Which ranks write a checkpoint, what they write, and how they get the data of the other ranks.
 
-One rank writes a small checkpoint, some on each node a large one.  Each writer writes one shard: some of the arrays
-that are saved once, which every rank has, and the per-rank data of a group of ranks.  All ranks make the same plan.
+One rank writes a small checkpoint, some on each node a large one.  Each writer writes one shard: the data of some
+ranks, and a part of the arrays that are saved once, which every rank has.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,114 +14,95 @@ import numpy as np
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.state import State
-from mpistrategy.checkpoint.storage.manifest import ONE
-from mpistrategy.checkpoint.storage.shards import own_pieces, pieces_of
+from mpistrategy.checkpoint.storage.manifest import ONE, ROWS, by_width, shares
+from mpistrategy.checkpoint.storage.shards import ALIGNMENT, dumps, pieces_of, raw
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 
 #: A checkpoint gets one writer for so many bytes.
 BYTES_A_WRITER = 2**26
-#: Larger arrays are split.
-BYTES_A_PART = 2**26
 #: The most writers of a node, and of the job if it has fewer nodes.  There are more where the ranks have too much
 #: per-rank data for one writer to gather.
 MOST_A_NODE, MOST_WRITERS = 8, 1024
 
 
-def plan(
-    node_of: Sequence[int], once: Mapping[str, Array], own_bytes: int
-) -> tuple[list[int], Array, dict[str, tuple[int, ...]]]:
-    """Return the rank that writes each shard, the first is 0; the rank that writes each rank's data; `Item.shards`.
-
-    Args:
-        node_of: the node of each rank.
-        once: the arrays that are saved once, by path.
-        own_bytes: the bytes of the per-rank data of all ranks together.
-    """
+def count_of_writers(node_of: Sequence[int], nbytes: int, own_bytes: int) -> int:
+    """Return how many ranks write so many bytes, of which the ranks have some for themselves."""
     nodes = max(node_of) + 1
-    total = own_bytes + sum(array.nbytes for array in once.values())
-    most = max(min(MOST_A_NODE * nodes, max(nodes, MOST_WRITERS)), _over(own_bytes, BYTES_A_WRITER))
-    count = min(_over(total, BYTES_A_WRITER), most, len(node_of))
-    groups = np.array_split(np.argsort(node_of, kind="stable"), count)
-    writers = [int(group.min()) for group in groups]
-    writer_of = np.empty(len(node_of), np.int64)
-    for writer, group in zip(writers, groups, strict=True):
-        writer_of[group] = writer
-    loads, shards = [(0, number) for number in range(count)], {}
-    for path, array in sorted(once.items(), key=lambda item: -item[1].nbytes):  # to the shards with the fewest bytes
-        parts = min(count, _over(array.nbytes, BYTES_A_PART), max(1, array.size))
-        loads_of_parts = [heapq.heappop(loads) for _ in range(parts)]
-        shards[path] = tuple(number for _, number in loads_of_parts)
-        for nbytes, number in loads_of_parts:
-            heapq.heappush(loads, (nbytes + array.nbytes // parts, number))
-    return writers, writer_of, shards
+    most = max(min(MOST_A_NODE * nodes, max(nodes, MOST_WRITERS)), -(-own_bytes // BYTES_A_WRITER))
+    return max(1, min(-(-nbytes // BYTES_A_WRITER), most, len(node_of)))
 
 
-def _over(number: int, divisor: int) -> int:
-    return max(1, -(-number // divisor))
+def places(node_of: Sequence[int], count: int) -> tuple[list[int], Array]:
+    """Return the rank that writes or reads each of so many shards, and the shard of each rank's data.
+
+    The ranks are spread over the nodes; the first is rank 0.
+    """
+    by_node, size = np.argsort(node_of, kind="stable"), len(node_of)
+    shard_of = np.empty(size, np.int64)
+    shard_of[by_node] = (np.arange(1, size + 1) * count - 1) // size
+    return by_node[np.arange(count) * max(size, count) // count % size].tolist(), shard_of
 
 
-def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[Any] | None]:
-    """Return the writers, and the bytes of the shard that this rank writes; None if it writes none.  Collective.
+def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[list[int]], list[Any] | None]:
+    """Return the writers, `Manifest.own`, and the bytes of the shard that this rank writes; None if it writes none.
 
-    The ranks have agreed on the items that are saved once; afterwards the state knows its shards.  The ranks expect one
-    more agreement: a rank that has no memory for its part tells the other ranks.
+    Collective.  The ranks have agreed on the items that are saved once.  They expect one more agreement: a rank that
+    has no memory for its part tells the other ranks.
 
     Raises:
         OptionError: on every rank, for more plain values of a rank than `restore` accepts.
     """
     me, size = communicator.rank, communicator.size
-    once = {path: array for path, array in state.arrays.items() if state.items[path].copies == ONE}
     call.expect_more()
-    own = _own(state, call.where)
+    own, sizes = _own(state, call.where)
     call.agree("take what each rank has")
-    lengths = np.zeros(size, np.int64)
+    table = np.zeros((size, len(sizes)), np.int64)
     if own:
-        communicator.allgatherv(np.array([_nbytes(own)], np.int64), [1] * size, lengths)
-    writers, writer_of, shards_of = plan(communicator.node_of, once, int(lengths.sum()))
-    for path, shards in shards_of.items():
-        state.items[path] = dataclasses.replace(state.items[path], shards=shards)
+        communicator.allgatherv(np.array(sizes, np.int64), [len(sizes)] * size, table)
+    lengths, items = table[:, 1], state.items
+    once = sum(state.arrays[path].nbytes for path, item in items.items() if item.is_array and item.copies == ONE)
+    own_bytes = int(lengths.sum())
+    count = count_of_writers(communicator.node_of, once + own_bytes, own_bytes)
+    writers, shard_of = places(communicator.node_of, count)
     call.expect_more()
     blocks = {me: own} if own else {}
-    if own and len(writers) < size:
-        send_counts, receive_counts = np.zeros((2, size), np.int64)
-        outgoing, writer = np.empty(0, np.uint8), writer_of[me]
-        if writer != me:
-            outgoing = np.concatenate([np.frombuffer(piece, np.uint8) for piece in own])
-            send_counts[writer] = outgoing.size
-        group = np.flatnonzero((writer_of == me) & (np.arange(size) != me))
-        receive_counts[group] = lengths[group]
-        received = np.empty(int(receive_counts.sum()), np.uint8)
+    if own and count < size:
+        writer_of = np.array(writers)[shard_of]
+        is_sent, is_here = writer_of[me] != me, (writer_of == me) & (np.arange(size) != me)
+        outgoing = np.concatenate(own) if is_sent else np.empty(0, np.uint8)
+        taken = np.where(is_here, lengths, 0)
+        received = np.empty(int(taken.sum()), np.uint8)
         call.agree("gather what each rank has")
-        communicator.alltoallv(outgoing, send_counts.tolist(), received, receive_counts.tolist())
+        counts = np.where(np.arange(size) == writer_of[me], outgoing.size, 0)
+        communicator.alltoallv(outgoing, counts.tolist(), received, taken.tolist())
         call.expect_more()
-        others_blocks = np.split(received, np.cumsum(lengths[group])[:-1])
-        blocks |= {rank: [block] for rank, block in zip(group.tolist(), others_blocks, strict=False)}
+        others = np.split(received, np.cumsum(taken[is_here])[:-1])
+        blocks |= {rank: [block] for rank, block in zip(np.flatnonzero(is_here).tolist(), others, strict=False)}
+    own_table = np.column_stack([shard_of, table]).T.tolist() if own else []
     if me not in writers:
-        return writers, None
-    own_parts = _parts_of(state, once, writers.index(me))
-    return writers, pieces_of(own_parts, dict(sorted(blocks.items())))
+        return writers, own_table, None
+    arrays = {}
+    for path, (begin, stop) in shares(items, count)[writers.index(me)].items():
+        array = state.arrays[path]
+        is_whole = stop - begin == items[path].elements
+        arrays[path] = host_array(array if is_whole else array.reshape(-1)[begin:stop])
+    return writers, own_table, pieces_of(dict(sorted(blocks.items())), arrays)
 
 
-def _own(state: State, where: str) -> list[Any]:
-    """Return the bytes of this rank's data; nothing if no rank has data of its own."""
-    own = {path: item for path, item in state.items.items() if item.is_of_each_rank}
-    arrays = {path: host_array(state.arrays[path]) for path, item in own.items() if item.is_array}
-    values: dict[str, Any] = {path: arrays[path].shape for path in arrays if own[path].has_lines}
-    values |= {path: state.values[path] for path in own if path not in arrays}
-    return own_pieces(arrays, values, where) if own else []
-
-
-def _nbytes(pieces: Sequence[Any]) -> int:
-    return sum(memoryview(piece).nbytes for piece in pieces)
-
-
-def _parts_of(state: State, once: Mapping[str, Array], number: int) -> dict[str, Array]:
-    """Return the arrays, and parts of them, in the shard of a number."""
-    parts = {}
-    for path, array in once.items():
-        item = state.items[path]
-        for shard, start, stop in item.parts:
-            if shard == number:
-                parts[path] = host_array(array if len(item.shards) == 1 else array.reshape(-1)[start:stop])
-    return parts
+def _own(state: State, where: str) -> tuple[list[Array], list[int]]:
+    """Return the bytes of this rank's data, and their numbers in `Manifest.own`; nothing if no rank has any."""
+    items = {path: item for path, item in state.items.items() if item.is_of_each_rank}
+    values = {
+        path: state.arrays[path].shape if item.is_array else state.values[path]
+        for path, item in items.items()
+        if item.has_lines
+    }
+    if not items:
+        return [], [0, 0]
+    pieces = [raw(host_array(state.arrays[path])) for path in by_width(items)]
+    line = dumps(values, where)
+    line += b" " * (-(len(line) + sum(piece.size for piece in pieces)) % ALIGNMENT)
+    pieces.append(np.frombuffer(line, np.uint8))
+    rows = [len(state.arrays[path]) for path, item in items.items() if item.copies == ROWS]
+    return pieces, [len(line), sum(piece.size for piece in pieces), *rows]

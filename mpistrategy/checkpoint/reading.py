@@ -1,8 +1,8 @@
 """Which rank reads which part of a checkpoint, and how the arrays and values come to all ranks.
 
-Rank 0 reads the manifest.  Each shard is read by one rank: by its writer if the job has as many ranks as saved; else
-the shards are spread over the nodes.  So each byte is read once, and then sent: networks are faster than the file
-system that the nodes share.
+Rank 0 reads the manifest.  Each shard is read by one rank, on as many ranks as saved by its writer; the readers are
+spread over the nodes.  So each byte is read once, and then sent: networks are faster than the file system that the
+nodes share.
 
 An array that was saved once goes to all ranks.  If each rank had a copy, each rank gets its own copy back; on another
 number of ranks all ranks get the combined copies, and keep their shares of a sum.  The rows of a global array are split
@@ -11,7 +11,9 @@ again, equally many for each rank.
 
 from __future__ import annotations
 
+import math
 import os
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,10 +21,11 @@ import numpy as np
 
 from mpistrategy.arrays.convert import on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
+from mpistrategy.checkpoint.collecting import places
 from mpistrategy.checkpoint.saving import REPLACED
 from mpistrategy.checkpoint.storage.files import check_is_trusted, damaged, reading
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.shards import Own, dtype_of, read_shard, shard_name, values_in
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest, by_width, parse, read_text, shares
+from mpistrategy.checkpoint.storage.shards import as_array, dtype_of, is_shape, loads, read_shard, shard_name
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.options import VariableSynchronization
@@ -30,6 +33,49 @@ from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
 _NOTHING = np.empty(0, np.uint8)
+
+
+class Own:
+    """The data of a rank, as its shard has them.
+
+    Args:
+        data: the bytes: the arrays, those of the widest dtypes first, and the values as JSON.
+        manifest: of the checkpoint.
+        rank: the rank that saved them.
+        where: the name of the checkpoint, for errors.
+
+    Attributes:
+        data: as given.
+        line: the bytes of the values.
+        values: by path; of arrays whose shape may differ between ranks, the shape.
+        arrays: by path, in native byte order, not copied where that can be.
+
+    Raises:
+        CheckpointDamagedError: for other data than the manifest says.
+    """
+
+    def __init__(self, data: Array, manifest: Manifest, rank: int, where: str) -> None:
+        self.data = data
+        self.line: Array = data[max(0, data.size - manifest.own[1][rank]) :]
+        self.values: dict[str, Any] = loads(self.line.tobytes(), where)
+        self.arrays: dict[str, Array] = {}
+        items = manifest.of_each_rank
+        named = {path for path, item in items.items() if item.has_lines}
+        if type(self.values) is not dict or self.values.keys() != named:
+            raise damaged(where, "other plain values of a rank than the manifest names")
+        rows, start = dict(zip(manifest.rows, manifest.own[3:], strict=True)), 0
+        for path in by_width(items):
+            item = items[path]
+            shape = self.values[path] if item.has_lines else item.shape
+            if not is_shape(shape, item.itemsize) or (path in rows and [*shape] != [rows[path][rank], *item.shape[1:]]):
+                raise damaged(where, f"an array of another shape than the others of {path[:80]!r}")
+            stop = start + math.prod(shape) * item.itemsize
+            if stop + self.line.size > data.size:
+                raise damaged(where, f"{data.size} bytes of a rank, without all of {path[:80]!r}")
+            self.arrays[path] = as_array(data[start:stop], item.dtype, shape)
+            start = stop
+        if start + self.line.size != data.size:
+            raise damaged(where, "more data of a rank than the manifest names")
 
 
 class Reading:
@@ -42,29 +88,27 @@ class Reading:
     Attributes:
         communicator, path: as given.
         manifest: as all ranks know it.
-        readers: the rank that reads each shard.
-        arrays: the arrays that were saved once and that this rank has read, by shard and name.
+        parts: of each array that was saved once: the ranks that read it, its first elements for them, and those after.
+        arrays: the parts that this rank has read, by path and first element.
         owns: the per-rank data that this rank has read, by the rank that saved them.
-        reader_of: for each rank that saved, the rank that has read its data; empty without per-rank data.
-        rows: by path, how many rows of a global array each rank that saved had.
+        own_table: `Manifest.own`, with the rank that reads the data in the place of their shard.
         own: the data of this rank, on as many ranks as saved, if there are per-rank data.
         values: the plain values of this rank; of another rank if this rank did not save.
     """
 
     manifest: Manifest
-    readers: list[int]
     own: Own
+    own_table: Array
 
     def __init__(self, communicator: Ranks, path: str) -> None:
         self.communicator = communicator
         self.path = path
-        self.arrays: dict[int, dict[str, Array]] = {}
+        self.parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        self.arrays: dict[tuple[str, int], Array] = {}
         self.owns: dict[int, Own] = {}
-        self.reader_of: Array = np.empty(0, np.int64)
-        self.rows: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
         self._folder = ""
-        self._own_table: Array = np.empty((0, 0), np.int64)
+        self._readers: list[int] = []
 
     @property
     def same_ranks(self) -> bool:
@@ -93,87 +137,59 @@ class Reading:
         ranks.bcast(message, 0)
         folder, _, text = message.tobytes().partition(b"\0")
         self._folder, self.manifest = os.fsdecode(folder), parse(text, self.path)
-        shards, by_node = self.manifest.shards, np.argsort(ranks.node_of, kind="stable")
-        spread = np.arange(len(shards)) * max(len(by_node), len(shards)) // len(shards) % len(by_node)
-        self.readers = [shard.writer for shard in shards] if self.same_ranks else by_node[spread].tolist()
+        self._readers, _ = places(ranks.node_of, len(self.manifest.shards))
+        self.own_table = np.array(self.manifest.own or np.empty((3, 0)), np.int64)
+        self.own_table[0] = np.array(self._readers)[self.own_table[0]]
         return self.manifest
 
     def read_shards(self, names: Collection[str]) -> None:
         """Read this rank's shards, whole; keep the arrays below some names, and the per-rank data.
 
         Raises:
-            CheckpointDamagedError: for another size or checksum than the manifest says, or missing arrays.
+            CheckpointDamagedError: for another size or checksum than the manifest says.
         """
-        of_each, me = self.manifest.of_each_rank, self.communicator.rank
-        rows = [path for path, item in of_each.items() if item.copies == ROWS]
-        self._own_table = np.zeros((4 + len(rows), self.manifest.ranks if of_each else 0), np.int64)
-        for number, shard in enumerate(self.manifest.shards):
-            if self.readers[number] == me:
-                entries = self.manifest.entries_of(number).items()
-                selection = {name: entry for name, entry in entries if name.partition("/")[0] in names}
+        items, own = self.manifest.items, self.manifest.own
+        shared = shares(items, len(self.manifest.shards))
+        for number, (reader, shard) in enumerate(zip(self._readers, self.manifest.shards, strict=True)):
+            for path, (begin, stop) in shared[number].items():
+                self.parts[path].append((reader, begin, stop))
+            if reader == self.communicator.rank:
+                ranks = [rank for rank, place in enumerate(own[0]) if place == number] if own else []
+                entries = [(f"_rank {rank}", own[2][rank], True) for rank in ranks]
+                for path, (begin, stop) in shared[number].items():
+                    is_kept = path.partition("/")[0] in names
+                    entries.append((path, (stop - begin) * items[path].itemsize, is_kept))
                 file = os.path.join(self._folder, shard_name(number))
-                self.arrays[number], blocks = read_shard(file, shard.nbytes, shard.checksum, selection)
-                for rank in [rank for rank in blocks if rank < self._own_table.shape[1]]:
-                    own = self.owns[rank] = Own(blocks[rank], self.path)
-                    check_own(own, self.manifest)
-                    sizes = own.data.size, own.line.size, *[own.values[path][0] for path in rows]
-                    self._own_table[:, rank] = 1, me, *sizes
-
-    def note_owns(self) -> None:
-        """Note which rank has read the data of each rank that saved; CheckpointDamagedError if data are missing."""
-        table = self._own_table
-        if not (table[0] == 1).all():
-            raise damaged(self.path, "more or less of a rank than it had for itself")
-        rows = [path for path, item in self.manifest.items.items() if item.copies == ROWS]
-        self.reader_of, self.rows = table[1], dict(zip(rows, table[4:], strict=True))
-        if self.communicator.rank in self.owns:
-            self.own = self.owns[self.communicator.rank]
+                contents = read_shard(file, shard.nbytes, shard.checksum, entries)
+                self.owns |= {
+                    rank: Own(contents.pop(f"_rank {rank}"), self.manifest, rank, self.path) for rank in ranks
+                }
+                for path, data in contents.items():
+                    shape = [data.size // items[path].itemsize]
+                    self.arrays[path, shared[number][path][0]] = as_array(data, items[path].dtype, shape)
 
     def tell_owns(self, call: Call) -> None:
-        """Make `own` and `values`.  Collective; the ranks expect one more agreement then.
-
-        Raises:
-            CheckpointDamagedError: on every rank, if the data of a rank are missing.
-        """
-        ranks, table, me = self.communicator, self._own_table, self.communicator.rank
+        """Make `own` and `values`.  Collective; the ranks expect one more agreement then."""
+        ranks, table, me = self.communicator, self.own_table, self.communicator.rank
         call.expect_more()
         if not table.size:
             return
-        ranks.allreduce(table)
-        self.note_owns()
-        call.agree("find what each rank had")
-        nearest = np.arange(ranks.size) % table.shape[1]
-        readers, lengths = table[1][nearest], table[2 if self.same_ranks else 3][nearest]
+        nearest = np.arange(ranks.size) % self.manifest.ranks
+        readers, lengths = table[0][nearest], table[2 if self.same_ranks else 1][nearest]
         if self.same_ranks and (readers == np.arange(ranks.size)).all():
-            received = self.owns[me].data
+            self.own = self.owns[me]
         else:
             owns = [self.owns[rank] for rank in nearest[readers == me].tolist()]
             pieces = [own.data if self.same_ranks else own.line for own in owns]
             counts = np.where(readers == me, lengths, 0), np.where(np.arange(ranks.size) == readers[me], lengths[me], 0)
             received = np.empty(int(lengths[me]), np.uint8)
             ranks.alltoallv(np.concatenate([_NOTHING, *pieces]), counts[0].tolist(), received, counts[1].tolist())
-        call.expect_more()
+            if self.same_ranks:
+                self.own = Own(received, self.manifest, me, self.path)
+            else:
+                self.values = loads(received.tobytes(), self.path)
         if self.same_ranks:
-            self.own = Own(received, self.path)
-        self.values = self.own.values if self.same_ranks else values_in(received, self.path)
-
-
-def check_own(own: Own, manifest: Manifest) -> None:
-    """Raise CheckpointDamagedError unless the data of a rank are as the manifest says."""
-    of_each = manifest.of_each_rank
-    if own.values.keys() != {path for path, item in of_each.items() if item.has_lines}:
-        raise damaged(own.where, "other plain values of a rank than the manifest names")
-    for path, item in of_each.items():
-        if item.is_array:
-            array = array_of(own, path, manifest)
-            if item.copies == ROWS and (not array.ndim or array.shape[1:] != item.shape[1:]):
-                raise damaged(own.where, f"rows of another shape than the others of {path[:80]!r}")
-
-
-def array_of(own: Own, path: str, manifest: Manifest) -> Array:
-    """Return an array of a rank; CheckpointDamagedError for another size than the manifest says."""
-    item = manifest.items[path]
-    return own.array(path, item.dtype, None if item.has_lines else item.shape)
+            self.values = self.own.values
 
 
 def arrays_of(path: str) -> dict[str, Array]:
@@ -182,13 +198,12 @@ def arrays_of(path: str) -> dict[str, Array]:
     with reading("Checkpoint.arrays", path):
         manifest = source.tell_manifest(source.read_manifest())
         source.read_shards(manifest.names)
-        if manifest.of_each_rank:
-            source.note_owns()
+        source.own = source.owns.get(0)
         items = {name: item for name, item in manifest.items.items() if item.is_array}
         arrays = deliver(source, {name: None for name, item in items.items() if item.copies != OWN})
         for name, item in items.items():
             for rank, own in sorted(source.owns.items()) if item.copies == OWN else ():
-                arrays[f"{name}@{rank}"] = array_of(own, name, manifest)
+                arrays[f"{name}@{rank}"] = own.arrays[name]
     return arrays
 
 
@@ -200,7 +215,7 @@ def deliver(source: Reading, targets: Mapping[str, Variable | None]) -> dict[str
         aggregation = _aggregation(item, variable)
         is_kept = item.copies not in (ONE, ROWS) and item.copies == aggregation
         if item.copies == OWN or (is_kept and source.same_ranks):  # this rank gets its own copy back
-            array = array_of(source.own, path, source.manifest)
+            array = source.own.arrays[path]
         elif item.copies == ROWS:
             array = _rows(source, path, item)
         else:
@@ -236,19 +251,20 @@ def _dtype(item: Item) -> np.dtype[Any]:
 
 def _copy(source: Reading, path: str, item: Item) -> Array:
     """Return the only copy, or the first rank's, on all ranks; the ranks that have read its parts send them."""
-    ranks, parts = source.communicator, [(source.readers[part[0]], *part) for part in item.parts]
+    ranks, parts = source.communicator, source.parts[path]
     if item.is_of_each_rank:
-        parts = [(int(source.reader_of[0]), -1, 0, item.elements)]
+        parts = [(int(source.own_table[0][0]), 0, item.elements)]
     array = np.empty(item.elements, _dtype(item))
-    for root, shard, start, stop in parts:
+    for root, begin, stop in parts:
         if root == ranks.rank:
-            stored = array_of(source.owns[0], path, source.manifest) if shard < 0 else source.arrays[shard].pop(path)
+            own = item.is_of_each_rank
+            stored = source.owns[0].arrays[path] if own else source.arrays.pop((path, begin))
             if len(parts) == 1:
                 array = stored.reshape(-1)  # which need not be copied
             else:
-                array[start:stop] = stored
-        if stop > start:
-            ranks.bcast(array[start:stop], root)
+                array[begin:stop] = stored
+        if stop > begin:
+            ranks.bcast(array[begin:stop], root)
     return array.reshape(item.shape)
 
 
@@ -260,7 +276,7 @@ def _total(source: Reading, path: str, item: Item) -> Array:
         dtype = np.dtype(np.int32 if dtype.kind == "b" else np.float32)
     total = np.zeros(item.shape, dtype)
     for _, own in sorted(source.owns.items()):
-        total += array_of(own, path, source.manifest).astype(dtype, copy=False)
+        total += own.arrays[path].astype(dtype, copy=False)
     if total.size:
         source.communicator.allreduce(total.reshape(-1))
     return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(_dtype(item))
@@ -268,12 +284,13 @@ def _total(source: Reading, path: str, item: Item) -> Array:
 
 def _rows(source: Reading, path: str, item: Item) -> Array:
     """Return this rank's part of a global array: the next rows, equally many on each rank but the last ranks."""
-    ranks, counts, readers = source.communicator, source.rows[path], source.reader_of
+    ranks, readers = source.communicator, source.own_table[0]
+    counts = source.own_table[3 + source.manifest.rows.index(path)]
     ends = np.cumsum(counts)
     begins, total, length = ends - counts, int(ends[-1]), max(1, -(-int(ends[-1]) // ranks.size))
     outgoing: list[list[Array]] = [[_NOTHING] for _ in range(ranks.size)]
     for saved, own in sorted(source.owns.items()):
-        block, begin = array_of(own, path, source.manifest), int(begins[saved])
+        block, begin = own.arrays[path], int(begins[saved])
         for rank in range(begin // length, -(-int(ends[saved]) // length)):
             outgoing[rank].append(_bytes(block[max(0, rank * length - begin) : (rank + 1) * length - begin]))
     first = min(ranks.rank * length, total)

@@ -33,7 +33,7 @@ from mpistrategy.checkpoint.collecting import collect
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage import files
 from mpistrategy.checkpoint.storage.manifest import NAME, Manifest, Shard, is_checkpoint
-from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
+from mpistrategy.checkpoint.storage.shards import shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import interval
@@ -81,7 +81,7 @@ class Saving(NotPickled):
         self._folder = ""
         self._lock: files.Lock | None = None
         self._writers: list[int] = []
-        self._manifest = Manifest(communicator.size, (), {}, layout, version())
+        self._manifest = Manifest(communicator.size, (), {}, [], layout, version())
         #: Whether this rank has written its shard; and whether its thread is done.
         self._written, self._done = threading.Event(), threading.Event()
         self._done.set()
@@ -110,8 +110,8 @@ class Saving(NotPickled):
         call.agree("make a folder")
         self._folder = self._communicator.allgather_text(self._folder)[0]
         state.decide(digests, self._communicator)
-        self._writers, pieces = collect(state, self._communicator, call)
-        self._manifest = dataclasses.replace(self._manifest, items=state.items)
+        self._writers, own, pieces = collect(state, self._communicator, call)
+        self._manifest = dataclasses.replace(self._manifest, items=state.items, own=own)
         if pieces is not None and not files.is_folder(self._folder):
             raise CheckpointWriteError.at(
                 call.where,
@@ -121,7 +121,7 @@ class Saving(NotPickled):
         if not wait:
             pieces = None if pieces is None else [bytes(piece) for piece in pieces]
         if self._communicator.rank == 0:
-            self._text(call.where, [Shard(0, "", 0)] * len(self._writers))  # too much of it is refused here
+            self._manifest.text(call.where)  # too much of it is refused here
         call.agree("begin to write")  # no rank starts to write if another cannot
         self._start(pieces)
         if wait:
@@ -327,17 +327,12 @@ class Saving(NotPickled):
 
     # ------------------------------------------------------------------------------------------- completing it
 
-    def _text(self, where: str, shards: Sequence[Shard]) -> bytes:
-        """Return the manifest; raise OptionError for a manifest that `restore` would refuse."""
-        text = dataclasses.replace(self._manifest, shards=tuple(shards)).text()
-        check_can_be_read(text, where)
-        return text
-
     def _finish(self, marks: Sequence[str]) -> None:
         """Write the manifest and put the checkpoint in its place."""
         fields = [mark.split("-") for mark in sorted(marks)]
-        shards = [Shard(int(f[2]), f[3], writer) for f, writer in zip(fields, self._writers, strict=True)]
-        files.write(os.path.join(self._folder, NAME), [self._text(_WHERE, shards)])
+        shards = tuple(Shard(int(nbytes), checksum) for _, _, nbytes, checksum in fields)
+        text = dataclasses.replace(self._manifest, shards=shards).text(_WHERE)
+        files.write(os.path.join(self._folder, NAME), [text])
         files.sync(self._folder)
         parent, name = os.path.split(self.path)
         old, replaces = os.path.join(parent, REPLACED.format(name)), self._check_place(_WHERE)

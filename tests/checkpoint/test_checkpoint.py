@@ -22,7 +22,7 @@ from replicas import RANK, SIZE, gather_texts, outcomes, same_everywhere, still_
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.collecting import plan
+from mpistrategy.checkpoint.collecting import count_of_writers, places
 
 
 def checkpoint_of(strategy: ms.Strategy, **objects: Any) -> ms.Checkpoint:
@@ -507,9 +507,10 @@ PLANS = {
 @pytest.mark.parametrize("what", PLANS)
 def test_the_bytes_say_how_many_write(what: str) -> None:
     ranks, once, own, count, nodes = PLANS[what]
-    array: Any = np.broadcast_to(np.float32(0), once // 4)  # takes no memory
-    writers, *_ = plan([rank // 8 for rank in range(ranks)], {"a": array}, own * ranks)
-    assert (len(writers), len({rank // 8 for rank in writers})) == (count, nodes)
+    node_of = [rank // 8 for rank in range(ranks)]
+    assert count_of_writers(node_of, once + own * ranks, own * ranks) == count
+    writers, _ = places(node_of, count)
+    assert (len({*writers}), len({rank // 8 for rank in writers})) == (count, nodes)
 
 
 @pytest.mark.parametrize("wait", [True, False])

@@ -69,13 +69,13 @@ def held(change: str = "fsync", is_held: threading.Event | None = None) -> Itera
 
 @contextmanager
 def many_writers() -> Iterator[None]:
-    """Have each rank write a shard, whatever there is to write, and split what can be split."""
-    before = collecting.BYTES_A_WRITER, collecting.BYTES_A_PART
-    collecting.BYTES_A_WRITER = collecting.BYTES_A_PART = 1
+    """Have each rank write a shard, whatever there is to write."""
+    before = collecting.BYTES_A_WRITER
+    collecting.BYTES_A_WRITER = 1
     try:
         yield
     finally:
-        collecting.BYTES_A_WRITER, collecting.BYTES_A_PART = before
+        collecting.BYTES_A_WRITER = before
 
 
 class Counting:

@@ -4,22 +4,23 @@ It is one JSON object on two lines.  The first line has the format and the check
 rest.  Everything is checked before it is used.  Names of files are made from numbers, so that a forged manifest cannot
 name other files.
 
-The only per-rank data in it are the numbers of the ranks' nodes, in `layout`; all other per-rank data are in the
-shards.
+It says which bytes belong to which array.  The arrays that are saved once lie one after the other, those of the widest
+dtypes first, and each shard has an equal part of these bytes, up to whole elements.  Before this part, a shard has the
+data of some ranks.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrategy.checkpoint.storage.files import checksum_of, damaged, foreign, is_folder, opened
-from mpistrategy.checkpoint.storage.shards import LONGEST_TEXT, MOST_BYTES, dtype_of, is_shape, loads
+from mpistrategy.checkpoint.storage.shards import LONGEST_TEXT, MOST_BYTES, dtype_of, dumps, is_shape, loads
 from mpistrategy.errors import CheckpointDamagedError, CheckpointError
 from mpistrategy.objects.text import printable
 
@@ -30,8 +31,6 @@ VERSION = 1
 ONE, OWN, ROWS = "one", "own", "rows"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 1_000_000
-#: The fewest bytes of a rank's data, where ranks have data of their own.
-_LEAST_OF_A_RANK = 64
 _LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
 _LONGEST_HEAD = 200
@@ -45,12 +44,10 @@ class Shard:
     Attributes:
         nbytes: its size in bytes.
         checksum: of all its bytes.
-        writer: the rank that has written it.
     """
 
     nbytes: int
     checksum: str
-    writer: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class Item:
         dtype: of an array.
         shape: of an array; where each rank has its own array, of rank 0's: the first axis of rows, and all of `OWN`,
             may differ between the ranks.
-        shards: the shards that have the only copy of an array, split into equal parts.
         keys: of the items below it; None for positions.
         values: a tuple of the value, if it was saved once; else empty.
     """
@@ -72,7 +68,6 @@ class Item:
     copies: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    shards: tuple[int, ...] = ()
     keys: Any = None
     values: tuple[Any, ...] = ()
 
@@ -97,13 +92,36 @@ class Item:
         return math.prod(self.shape)
 
     @property
-    def parts(self) -> list[tuple[int, int, int]]:
-        """The shards of the only copy: their numbers, first elements, and the elements after the last."""
-        length, end = -(-self.elements // max(1, len(self.shards))), self.elements
-        return [
-            (shard, min(number * length, end), min((number + 1) * length, end))
-            for number, shard in enumerate(self.shards)
-        ]
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return dtype_of(self.dtype).itemsize
+
+
+def by_width(items: Mapping[str, Item]) -> list[str]:
+    """Return the paths of the arrays among some items, those of the widest dtypes first."""
+    return sorted((path for path, item in items.items() if item.is_array), key=lambda path: -items[path].itemsize)
+
+
+def shares(items: Mapping[str, Item], count: int) -> list[dict[str, tuple[int, int]]]:
+    """Return what each of so many shards has of the arrays that are saved once.
+
+    For each array in the shard: its first element, and the element after its last one.
+    """
+    once = {path: item for path, item in items.items() if item.copies == ONE}
+    paths = by_width(once)
+    total = sum(once[path].elements * once[path].itemsize for path in paths)
+    found: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
+    number = position = 0  # the shard, and the first byte of the array among those of all arrays
+    for path in paths:
+        begin, elements, itemsize = 0, once[path].elements, once[path].itemsize
+        while position + elements * itemsize > (end := total * (number + 1) // count):
+            if (stop := (end - position) // itemsize) > begin:
+                found[number][path] = begin, stop
+                begin = stop
+            number += 1
+        found[number][path] = begin, elements
+        position += elements * itemsize
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,8 @@ class Manifest:
         ranks: how many ranks saved it.
         shards: its files.
         items: the items, by path.
+        own: of each rank's data, a list over the ranks: the shard that has them, how many bytes their values and all
+            together have, and the number of rows of each `ROWS`.  Empty without per-rank data.
         layout: `Strategy.layout()` of the job that wrote it.
         written_by: the version of this package.
     """
@@ -121,6 +141,7 @@ class Manifest:
     ranks: int
     shards: tuple[Shard, ...]
     items: dict[str, Item]
+    own: list[list[int]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
     written_by: str = ""
 
@@ -134,25 +155,22 @@ class Manifest:
         """The arrays and values that differ between the ranks."""
         return {path: item for path, item in self.items.items() if item.is_of_each_rank}
 
-    def entries_of(self, number: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shapes and dtypes of the arrays in a shard that were saved once, by path; parts are flat."""
-        return {
-            path: (item.shape if len(item.shards) == 1 else (stop - start,), item.dtype)
-            for path, item in self.items.items()
-            for shard, start, stop in item.parts
-            if shard == number
-        }
+    @property
+    def rows(self) -> list[str]:
+        """The paths of the rows of global arrays."""
+        return [path for path, item in self.items.items() if item.copies == ROWS]
 
-    def text(self) -> bytes:
-        """Return the bytes of the file."""
+    def text(self, where: str) -> bytes:
+        """Return the bytes of the file; raise OptionError for more names and plain values than `parse` accepts."""
         body = {
             "ranks": self.ranks,
             "shards": [[*vars(shard).values()] for shard in self.shards],
             "items": {path: [*vars(item).values()] for path, item in self.items.items()},
+            "own": self.own,
             "layout": self.layout,
             "written_by": self.written_by,
         }
-        return with_head(json.dumps(body, separators=(",", ":")).encode())
+        return with_head(dumps(body, where))
 
 
 def with_head(body: bytes) -> bytes:
@@ -201,24 +219,25 @@ def parse(data: bytes, where: str) -> Manifest:
         raise damaged(where, f"a manifest that contradicts itself ({str(error)[:80]})") from error
 
 
-def _manifest(*, ranks: Any, shards: Any, items: Any, layout: Any, written_by: Any) -> Manifest:
+def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, written_by: Any) -> Manifest:
     _require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
-    for nbytes, checksum, writer in shards:
-        _require(_is_count(nbytes, MOST_BYTES) and _is_count(writer, ranks - 1), "shards")
-        _require(re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "checksums")
-    checked = {path: _item(len(shards), *packed) for path, packed in items.items()}
-    # A small file cannot speak of many ranks: the data of each rank take memory.
-    least = ranks * _LEAST_OF_A_RANK if any(item.is_of_each_rank for item in checked.values()) else 0
-    _require(least <= sum(nbytes for nbytes, _, _ in shards), "ranks")
+    for nbytes, checksum in shards:
+        _require(_is_count(nbytes, MOST_BYTES) and re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "shards")
+    checked = {path: _item(*packed) for path, packed in items.items()}
     _require(not any(path.startswith("_") for path, item in checked.items() if item.is_array), "paths")
     _require(all(path.rpartition("/")[0] in checked for path in checked if "/" in path), "paths")
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
     files = tuple(Shard(*packed) for packed in shards)
-    return Manifest(ranks, files, checked, layout, printable(written_by, ""))
+    manifest = Manifest(ranks, files, checked, own, layout, printable(written_by, ""))
+    _require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
+    for column in own:
+        _require(len(column) == ranks and all(_is_count(number, MOST_BYTES) for number in column), "data of a rank")
+    _require(all(number < len(shards) for number in own[0]) if own else True, "data in no shard")
+    return manifest
 
 
-def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, keys: Any, values: Any) -> Item:
-    """Return the item of these values, in a checkpoint of so many shards."""
+def _item(kind: Any, copies: Any, dtype: Any, shape: Any, keys: Any, values: Any) -> Item:
+    """Return the item of these values."""
     _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
     _require(keys is None or type(keys) is list, "keys")
     _require((kind == ROWS) == (copies == ROWS), "rows")
@@ -226,12 +245,10 @@ def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: An
         elements = dtype_of(dtype)
         _require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
         _require(copies not in COMBINED or elements.kind not in "mMSU", "copies")
-        _require(all(_is_count(number, count - 1) for number in shards), "shards")
-        _require(len(set(shards)) == len(shards) <= max(1, math.prod(shape)), "shards")
-        _require(bool(shards) == (copies == ONE) and (copies != ROWS or bool(shape)), "shards")
+        _require(copies != ROWS or bool(shape), "rows")
     else:
-        _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not (shape or shards), "values")
-    return Item(kind, copies, dtype, tuple(shape), tuple(shards), keys, tuple(values))
+        _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not shape, "values")
+    return Item(kind, copies, dtype, tuple(shape), keys, tuple(values))
 
 
 def _is_count(number: Any, most: int) -> bool:

@@ -1,10 +1,10 @@
 """Shards: files of arrays in the format safetensors, which many programs read.
 
 Eight bytes have the length of a JSON header.  The header has the dtype, shape and offsets of each array.  The bytes of
-the arrays follow.  Nothing in it is executed.  An array of a dtype that safetensors does not have is stored as bytes;
-the manifest has the dtype.
+the arrays follow.  Nothing in it is executed.  An array of a dtype that safetensors does not have is stored as bytes.
 
-The data of a rank, its arrays and a line of JSON, are a shard within a shard: the entry `_rank N`.
+The header is for other programs: the manifest says which bytes belong to which array.  The data of a rank, its arrays
+and a line of JSON, are one entry: `_rank N`.
 
 A file may be forged: sizes are checked before memory is allocated for them.
 """
@@ -15,8 +15,8 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,26 +51,7 @@ NAMES = {
 }
 _LENGTH_BYTES = 8
 #: The arrays begin at a multiple of this.  Arrays of the widest dtypes come first, so that each array is aligned.
-_ALIGNMENT = 64
-_METADATA = "__metadata__"
-#: The entry with the line of JSON, in the data of a rank; and the entry with the data of a rank.
-_LINE, _RANK = "_line", "_rank {}"
-_RANKS = re.compile(r"_rank (0|[1-9][0-9]{0,6})")
-
-
-class Stored(NamedTuple):
-    """The entry of an array in the header of a shard.
-
-    Attributes:
-        start, stop: its bytes, from the beginning of the file.
-        name: its dtype, as safetensors names it.
-        shape: its shape.
-    """
-
-    start: int
-    stop: int
-    name: str
-    shape: tuple[int, ...]
+ALIGNMENT = 64
 
 
 def shard_name(number: int) -> str:
@@ -81,128 +62,66 @@ def shard_name(number: int) -> str:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def pieces_of(arrays: Mapping[str, Array], own: Mapping[int, Sequence[Any]] | None = None) -> list[Any]:
+def raw(array: Array) -> Array:
+    """Return the bytes of an array, little-endian."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+
+
+def pieces_of(owns: Mapping[int, list[Array]], arrays: Mapping[str, Array]) -> list[Any]:
     """Return the bytes of a shard, in pieces.
 
     Args:
+        owns: the bytes of the data of some ranks, in pieces.
         arrays: by name.
-        own: of some ranks, what `own_pieces` returned.
     """
-    entries: list[tuple[str, str, Sequence[int] | None, Sequence[Any]]] = [
-        (_RANK.format(rank), "U8", None, pieces) for rank, pieces in (own or {}).items()
+    entries: list[tuple[str, str, Sequence[int] | None, list[Array]]] = [
+        (f"_rank {rank}", "U8", None, pieces) for rank, pieces in owns.items()
     ]
-    for path, array in sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize):
-        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    for path, array in arrays.items():
         name = NAMES.get(dtype_text(array.dtype, path))
-        data = [little.reshape(-1).view(np.uint8)] if array.nbytes else []
-        entries.append((path, name or "U8", array.shape if name else None, data))
-    header: dict[str, Any] = {_METADATA: {"format": "mpistrategy"}}
+        entries.append((path, name or "U8", array.shape if name else None, [raw(array)]))
+    header: dict[str, Any] = {"__metadata__": {"format": "mpistrategy"}}
     start = 0
     for path, name, shape, pieces in entries:
-        stop = start + sum(memoryview(piece).nbytes for piece in pieces)
+        stop = start + sum(piece.size for piece in pieces)
         places = [start, stop]
         header[path] = {"dtype": name, "shape": [stop - start] if shape is None else shape, "data_offsets": places}
         start = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
-    check_can_be_read(text, "Checkpoint.save")
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     return [head, *(piece for *_, pieces in entries for piece in pieces)]
-
-
-def own_pieces(arrays: Mapping[str, Array], values: Mapping[str, Any], where: str) -> list[Any]:
-    """Return the bytes of the data of a rank: arrays, and values as JSON; their number is a multiple of 64.
-
-    Raises:
-        OptionError: for more plain values than `loads` accepts.
-    """
-    line = json.dumps(values, separators=(",", ":")).encode()
-    check_can_be_read(line, where)
-    line += b" " * (-(len(line) + sum(array.nbytes for array in arrays.values())) % _ALIGNMENT)
-    return pieces_of({**arrays, _LINE: np.frombuffer(line, np.uint8)})
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def parsed(read: Callable[[int, int], bytes], size: int, where: str) -> dict[str, Stored]:
-    """Return the entries of a shard's header by name, in the order of their bytes; read nothing else.
-
-    Args:
-        read: given a start and a count, returns that many bytes.
-        size: the size of the shard in bytes.
-        where: its name, for errors.
-
-    Raises:
-        CheckpointDamagedError: for an invalid header, and for arrays that overlap or leave bytes out.
-    """
-    length = int.from_bytes(read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else size
-    end = _LENGTH_BYTES + length
-    if length > LONGEST_TEXT or end > size:
-        raise damaged(where, f"a header of {length} bytes in {size}")
-    header = loads(read(_LENGTH_BYTES, length), where)
-    try:
-        entries = [(path, _stored(end, **entry)) for path, entry in header.items() if path != _METADATA]
-    except (TypeError, ValueError, AttributeError) as error:
-        raise damaged(where, "a header with an entry that is no array") from error
-    entries.sort(key=lambda item: item[1][:2])
-    for path, stored in entries:
-        if stored.start != end:
-            raise damaged(where, f"{path[:80]!r} from byte {stored.start} on, where byte {end} comes next")
-        end = stored.stop
-    if end != size:
-        raise damaged(where, f"{size} bytes, of which the arrays have {end}")
-    return dict(entries)
-
-
-def _stored(begin: int, *, dtype: Any, shape: Any, data_offsets: Any) -> Stored:
-    """Return an entry of a header, of a shard whose arrays begin at a byte."""
-    start, stop = data_offsets
-    if not (isinstance(dtype, str) and is_shape([start, stop], 0) and start <= stop and is_shape(shape, 0)):
-        raise ValueError("no array")
-    return Stored(begin + start, begin + stop, dtype, tuple(shape))
-
-
-def as_array(data: Array | None, dtype: str, shape: Any, where: str) -> Array:
-    """Return an array of these bytes in native byte order, not copied where that can be.
-
-    Raises:
-        CheckpointDamagedError: for None, and for another number of bytes than such an array has.
-    """
-    kind = dtype_of(dtype)
-    if data is None or not is_shape(shape, kind.itemsize) or math.prod(shape) * kind.itemsize != data.size:
-        raise damaged(where, f"no bytes of {dtype}{shown(shape)}")
-    return data.view(kind).reshape(shape).astype(kind.newbyteorder("="), copy=False)
-
-
-def read_shard(
-    path: str, nbytes: int, checksum: str, layouts: Mapping[str, tuple[Sequence[int], str]]
-) -> tuple[dict[str, Array], dict[int, Array]]:
-    """Read a shard whole, once.  Arrays that are not returned take no memory.
+def read_shard(path: str, nbytes: int, checksum: str, entries: Sequence[tuple[str, int, bool]]) -> dict[str, Array]:
+    """Read a shard whole, once.
 
     Args:
         path: the file.
         nbytes, checksum: its size and its checksum, as the manifest says.
-        layouts: the shapes and dtypes of the arrays to return, by name.
+        entries: what is in it after the header: a name, how many bytes, and whether to return them.  Other bytes take
+            no memory.
 
     Returns:
-        The arrays by name, and the bytes of the data of ranks, by rank.
+        The bytes by name.
 
     Raises:
-        CheckpointDamagedError: for another size or checksum, an invalid header, and missing arrays.
+        CheckpointDamagedError: for another size or checksum, and for other sizes of what is in it.
         OSError, MemoryError: if it cannot be read.
     """
     contents: dict[str, Array] = {}
-    with opened(path, MOST_BYTES, nbytes) as file:
-        stored = parsed(lambda start, count: file.read(count), nbytes, path)
-        ranks = {int(match[1]): match[0] for match in map(_RANKS.fullmatch, stored) if match is not None}
-        file.seek(0)
-        running_checksum = checksum_of(file.read(min((entry.start for entry in stored.values()), default=nbytes)))
-        for name, (start, stop, _, _) in stored.items():
-            is_kept, count = name in layouts or name in ranks.values(), stop - start
-            data = np.empty(count if is_kept else min(count, PIECE_BYTES), np.uint8)
-            for first in range(0, count, PIECE_BYTES):
-                part = data[first : first + PIECE_BYTES] if is_kept else data[: count - first]
+    with opened(path, nbytes, nbytes) as file:
+        head = file.read(_LENGTH_BYTES)
+        length, running_checksum = int.from_bytes(head, "little"), checksum_of(head)
+        if _LENGTH_BYTES + length + sum(size for _, size, _ in entries) != nbytes:
+            raise damaged(path, f"a header of {length} bytes in {nbytes}, which do not leave what the manifest names")
+        for name, size, is_kept in [("", length, False), *entries]:
+            data = np.empty(size if is_kept else min(size, PIECE_BYTES), np.uint8)
+            for first in range(0, size, PIECE_BYTES):
+                part = data[first : first + PIECE_BYTES] if is_kept else data[: size - first]
                 if file.readinto(part.data) != part.size:  # type: ignore[attr-defined]
                     raise damaged(path, "a file that ends too early")
                 running_checksum.update(part)
@@ -211,51 +130,13 @@ def read_shard(
                 contents[name] = data
     if running_checksum.hexdigest() != checksum:
         raise damaged(path, "a file with another checksum than it was written with")
-    arrays = {name: as_array(contents.get(name), dtype, shape, path) for name, (shape, dtype) in layouts.items()}
-    return arrays, {rank: contents[name] for rank, name in ranks.items()}
+    return contents
 
 
-class Own:
-    """The data of a rank, in the bytes of `own_pieces`.
-
-    Args:
-        data: the bytes.
-        where: the name of the file, for errors.
-
-    Attributes:
-        data, where: as given.
-        line: the bytes of the values.
-        values: by path; of arrays whose shape may differ between ranks, the shape.
-
-    Raises:
-        CheckpointDamagedError: for other bytes.
-    """
-
-    def __init__(self, data: Array, where: str) -> None:
-        self.data = data
-        self.where = where
-        stored = parsed(lambda start, count: data[start : start + count].tobytes(), data.size, where)
-        self._parts = {name: data[entry.start : entry.stop] for name, entry in stored.items()}
-        if _LINE not in self._parts:
-            raise damaged(where, "no values of a rank")
-        self.line: Array = self._parts[_LINE]
-        self.values: dict[str, Any] = values_in(self.line, where)
-
-    def array(self, path: str, dtype: str, shape: tuple[int, ...] | None) -> Array:
-        """Return an array in native byte order, not copied where that can be; `shape` is None where ranks may differ.
-
-        Raises:
-            CheckpointDamagedError: for another size.
-        """
-        return as_array(self._parts.get(path), dtype, self.values[path] if shape is None else shape, self.where)
-
-
-def values_in(line: Array, where: str) -> dict[str, Any]:
-    """Return the values of a rank from their bytes; CheckpointDamagedError for other bytes."""
-    values: dict[str, Any] = loads(line.tobytes(), where)
-    if type(values) is not dict:
-        raise damaged(where, "no values of a rank")
-    return values
+def as_array(data: Array, dtype: str, shape: Sequence[int]) -> Array:
+    """Return an array of these bytes in native byte order, not copied where that can be."""
+    kind = dtype_of(dtype)
+    return data.view(kind).reshape(shape).astype(kind.newbyteorder("="), copy=False)
 
 
 # ------------------------------------------------------------------------------------------------ JSON text
@@ -271,8 +152,9 @@ def loads(data: bytes, where: str) -> Any:
         raise damaged(where, f"no JSON ({str(error)[:80]})") from error
 
 
-def check_can_be_read(text: bytes, where: str) -> None:
-    """Raise OptionError for a JSON text that `loads` would refuse as too large."""
+def dumps(value: Any, where: str) -> bytes:
+    """Return JSON; raise OptionError for a text that `loads` would refuse as too large."""
+    text = json.dumps(value, separators=(",", ":")).encode()
     if not _can_be_read(text):
         raise OptionError.at(
             where,
@@ -280,6 +162,7 @@ def check_can_be_read(text: bytes, where: str) -> None:
             expected="less, to be read again",
             fix="Keep long lists of numbers in arrays.",
         )
+    return text
 
 
 def _can_be_read(text: bytes) -> bool:
