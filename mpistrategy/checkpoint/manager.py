@@ -15,10 +15,11 @@ from mpistrategy import context, own_files
 from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, checked_path
 from mpistrategy.checkpoint.saving import SAVING
 from mpistrategy.checkpoint.storage import files
-from mpistrategy.checkpoint.storage.manifest import is_checkpoint
+from mpistrategy.checkpoint.storage.format import is_checkpoint
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointMissingError,
     CheckpointReadError,
 )
@@ -82,7 +83,7 @@ class CheckpointManager(NamesOurs, Settable):
         self.keep = keep
         self.skipped, self.restored = {}, None
         #: The lock of the folder, on rank 0 from the first save on.
-        self._lock: files.OneWriter | None = None
+        self._lock: files.Lock | None = None
         #: The steps that the last restore found damaged; and the last step that was saved.
         self._damaged: set[int] = set()
         self._saved: int | None = None
@@ -129,15 +130,17 @@ class CheckpointManager(NamesOurs, Settable):
         """
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.save")
-        with Call(strategy.extended.communicator.guard, "CheckpointManager.save", called=name) as call:
+        communicator = strategy.extended.communicator
+        with Call(communicator.guard, "CheckpointManager.save", called=name) as call:
             path = self.path_of(step)
             self._wait(call.where)
             call.expect_more()
+            if communicator.rank == 0:
+                with files.writing(call.where, self.directory):
+                    self._make_ready()
             call.agree("begin", destination=path)
             self._saved = int(step)
-            saving = self.checkpoint._save_after(
-                self._make_ready, path, wait=wait, overwrite=self._saved in self._damaged
-            )
+            saving = self.checkpoint.save(path, wait=wait, overwrite=self._saved in self._damaged)
             self._damaged.discard(self._saved)
             self._latest, self._begun = (self._saved, None) if wait else (self._latest, saving)
             self._remove_old(call)
@@ -242,7 +245,15 @@ class CheckpointManager(NamesOurs, Settable):
             return
         own_files.make_folders(self.directory)
         files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
-        self._lock = files.OneWriter(self.directory)
+        try:
+            self._lock = files.Lock(self.directory)
+        except BlockingIOError as error:
+            raise CheckpointExistsError.at(
+                "CheckpointManager",
+                found=f"another job, or another manager of this one, that has locked {self.directory!r}",
+                expected="one writer for a folder",
+                fix="Use a folder for each job, or close() the other manager first.",
+            ) from error
         weakref.finalize(self, self._lock.close)
         if self._lock.is_held:
             files.sweep(self.directory, _UNFINISHED)

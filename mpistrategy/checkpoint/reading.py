@@ -21,14 +21,28 @@ import numpy as np
 
 from mpistrategy.arrays.convert import on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
-from mpistrategy.checkpoint.collecting import places
-from mpistrategy.checkpoint.saving import REPLACED
+from mpistrategy.checkpoint.saving import REPLACED, places
 from mpistrategy.checkpoint.storage.files import check_is_trusted, damaged, reading
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest, by_width, parse, read_text, shares
-from mpistrategy.checkpoint.storage.shards import as_array, dtype_of, is_shape, loads, read_shard, shard_name
+from mpistrategy.checkpoint.storage.format import (
+    COMBINED,
+    OWN,
+    ROWS,
+    Item,
+    Manifest,
+    as_array,
+    by_width,
+    dtype_of,
+    is_shape,
+    loads,
+    parse,
+    read_shard,
+    read_text,
+    shard_name,
+    shares,
+)
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
-from mpistrategy.options import VariableSynchronization
+from mpistrategy.objects.text import decoded, encoded
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
@@ -92,12 +106,11 @@ class Reading:
         arrays: the parts that this rank has read, by path and first element.
         owns: the per-rank data that this rank has read, by the rank that saved them.
         own_table: `Manifest.own`, with the rank that reads the data in the place of their shard.
-        own: the data of this rank, on as many ranks as saved, if there are per-rank data.
+        own_arrays: the arrays of this rank, on as many ranks as saved.
         values: the plain values of this rank; of another rank if this rank did not save.
     """
 
     manifest: Manifest
-    own: Own
     own_table: Array
 
     def __init__(self, communicator: Ranks, path: str) -> None:
@@ -106,6 +119,7 @@ class Reading:
         self.parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self.arrays: dict[tuple[str, int], Array] = {}
         self.owns: dict[int, Own] = {}
+        self.own_arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
         self._folder = ""
         self._readers: list[int] = []
@@ -115,7 +129,7 @@ class Reading:
         """Whether as many ranks saved as there are now."""
         return self.manifest.ranks == self.communicator.size
 
-    def read_manifest(self) -> bytes:
+    def read_text(self) -> str:
         """Return the folder and the manifest, on rank 0."""
         folder = self.path
         if not os.path.lexists(folder):  # a job may have ended between the two renames
@@ -123,21 +137,13 @@ class Reading:
             replaced = os.path.join(above, REPLACED.format(name))
             folder = replaced if os.path.lexists(replaced) else folder
         check_is_trusted(folder)
-        text = read_text(folder)
-        parse(text, self.path)
-        return os.fsencode(folder) + b"\0" + text
+        return decoded(os.fsencode(folder) + b"\0" + read_text(folder))
 
-    def tell_manifest(self, data: bytes) -> Manifest:
-        """Return the manifest on every rank; `data` is the text that rank 0 has read.  Collective."""
-        ranks, length = self.communicator, np.array([len(data)], np.int64)
-        ranks.bcast(length, 0)
-        message = np.empty(int(length[0]), np.uint8)
-        if ranks.rank == 0:
-            message[...] = np.frombuffer(data, np.uint8)
-        ranks.bcast(message, 0)
-        folder, _, text = message.tobytes().partition(b"\0")
-        self._folder, self.manifest = os.fsdecode(folder), parse(text, self.path)
-        self._readers, _ = places(ranks.node_of, len(self.manifest.shards))
+    def parse(self, text: str) -> Manifest:
+        """Return the manifest from what `read_text` has returned; CheckpointDamagedError for a manifest of no save."""
+        folder, _, data = encoded(text).partition(b"\0")
+        self._folder, self.manifest = os.fsdecode(folder), parse(data, self.path)
+        self._readers, _ = places(self.communicator.node_of, len(self.manifest.shards))
         self.own_table = np.array(self.manifest.own or np.empty((3, 0)), np.int64)
         self.own_table[0] = np.array(self._readers)[self.own_table[0]]
         return self.manifest
@@ -169,7 +175,7 @@ class Reading:
                     self.arrays[path, shared[number][path][0]] = as_array(data, items[path].dtype, shape)
 
     def tell_owns(self, call: Call) -> None:
-        """Make `own` and `values`.  Collective; the ranks expect one more agreement then."""
+        """Make `own_arrays` and `values`.  Collective; the ranks expect one more agreement then."""
         ranks, table, me = self.communicator, self.own_table, self.communicator.rank
         call.expect_more()
         if not table.size:
@@ -177,65 +183,58 @@ class Reading:
         nearest = np.arange(ranks.size) % self.manifest.ranks
         readers, lengths = table[0][nearest], table[2 if self.same_ranks else 1][nearest]
         if self.same_ranks and (readers == np.arange(ranks.size)).all():
-            self.own = self.owns[me]
+            received = self.owns[me].data
         else:
             owns = [self.owns[rank] for rank in nearest[readers == me].tolist()]
             pieces = [own.data if self.same_ranks else own.line for own in owns]
             counts = np.where(readers == me, lengths, 0), np.where(np.arange(ranks.size) == readers[me], lengths[me], 0)
             received = np.empty(int(lengths[me]), np.uint8)
             ranks.alltoallv(np.concatenate([_NOTHING, *pieces]), counts[0].tolist(), received, counts[1].tolist())
-            if self.same_ranks:
-                self.own = Own(received, self.manifest, me, self.path)
-            else:
-                self.values = loads(received.tobytes(), self.path)
         if self.same_ranks:
-            self.values = self.own.values
+            own = Own(received, self.manifest, me, self.path)
+            self.own_arrays, self.values = own.arrays, own.values
+        else:
+            self.values = loads(received.tobytes(), self.path)
 
 
 def arrays_of(path: str) -> dict[str, Array]:
     """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
     source = Reading(Alone(), path)
     with reading("Checkpoint.arrays", path):
-        manifest = source.tell_manifest(source.read_manifest())
+        manifest = source.parse(source.read_text())
         source.read_shards(manifest.names)
-        source.own = source.owns.get(0)
+        source.own_arrays = source.owns[0].arrays if source.owns else {}
         items = {name: item for name, item in manifest.items.items() if item.is_array}
-        arrays = deliver(source, {name: None for name, item in items.items() if item.copies != OWN})
+        arrays = deliver(source, {name: (None, item.copies) for name, item in items.items() if item.copies != OWN})
         for name, item in items.items():
             for rank, own in sorted(source.owns.items()) if item.copies == OWN else ():
                 arrays[f"{name}@{rank}"] = own.arrays[name]
     return arrays
 
 
-def deliver(source: Reading, targets: Mapping[str, Variable | None]) -> dict[str, Array]:
-    """Write arrays into variables; return the arrays without a variable, by path.  Collective."""
+def deliver(source: Reading, targets: Mapping[str, tuple[Variable | None, str]]) -> dict[str, Array]:
+    """Write arrays into variables; return the arrays without a variable, by path.  Collective.
+
+    Args:
+        source: the checkpoint.
+        targets: by path, the variable or None, and how copies are saved (`Item.copies`) there.
+    """
     ranks, staged = source.communicator, {}
-    for path, variable in targets.items():
+    for path, (variable, copies) in targets.items():
         item = source.manifest.items[path]
-        aggregation = _aggregation(item, variable)
-        is_kept = item.copies not in (ONE, ROWS) and item.copies == aggregation
-        if item.copies == OWN or (is_kept and source.same_ranks):  # this rank gets its own copy back
-            array = source.own.arrays[path]
+        if item.copies == OWN or (source.same_ranks and item.copies == copies in COMBINED):
+            array = source.own_arrays[path]  # this rank gets its own copy back
         elif item.copies == ROWS:
             array = _rows(source, path, item)
         else:
             array = (_total if item.copies in ("SUM", "MEAN") else _copy)(source, path, item)
-            if aggregation == "SUM":
+            if copies == "SUM":
                 array = share_of(array, ranks.rank, ranks.size)
         if variable is None:
             staged[path] = array
         else:
             store(variable, array)
     return staged
-
-
-def _aggregation(item: Item, variable: Variable | None) -> str:
-    """Return how copies are combined: as the variable says, or for an array, as the checkpoint says."""
-    if variable is None:
-        return item.copies
-    is_local = variable.strategy.extended._is_local
-    has_copies = variable.synchronization is VariableSynchronization.ON_READ and not is_local
-    return variable.aggregation.name if has_copies else ""
 
 
 def store(var: Variable, array: Array) -> None:
@@ -285,9 +284,9 @@ def _total(source: Reading, path: str, item: Item) -> Array:
 def _rows(source: Reading, path: str, item: Item) -> Array:
     """Return this rank's part of a global array: the next rows, equally many on each rank but the last ranks."""
     ranks, readers = source.communicator, source.own_table[0]
-    counts = source.own_table[3 + source.manifest.rows.index(path)]
-    ends = np.cumsum(counts)
-    begins, total, length = ends - counts, int(ends[-1]), max(1, -(-int(ends[-1]) // ranks.size))
+    ends = np.cumsum(source.own_table[3 + source.manifest.rows.index(path)])
+    begins, total = np.append(0, ends[:-1]), int(ends[-1])
+    length = max(1, -(-total // ranks.size))
     outgoing: list[list[Array]] = [[_NOTHING] for _ in range(ranks.size)]
     for saved, own in sorted(source.owns.items()):
         block, begin = own.arrays[path], int(begins[saved])
@@ -295,17 +294,13 @@ def _rows(source: Reading, path: str, item: Item) -> Array:
             outgoing[rank].append(_bytes(block[max(0, rank * length - begin) : (rank + 1) * length - begin]))
     first = min(ranks.rank * length, total)
     array = np.empty((min(length, total - first), *item.shape[1:]), _dtype(item))
+    received, taken = np.empty(array.nbytes, np.uint8), np.zeros(ranks.size, np.int64)
     lows, highs = np.clip(begins, first, first + len(array)) - first, np.clip(ends, first, first + len(array)) - first
-    sources = np.flatnonzero(highs > lows)
-    sources = sources[np.argsort(readers[sources], kind="stable")]  # the order of arrival
-    places = [_bytes(array[lows[saved] : highs[saved]]) for saved in sources]
-    receive_counts = np.zeros(ranks.size, np.int64)
-    np.add.at(receive_counts, readers[sources], np.array([place.size for place in places], np.int64))
-    received = np.empty(array.nbytes, np.uint8)
-    send_counts = [sum(piece.size for piece in pieces) for pieces in outgoing]
-    sent = np.concatenate([piece for pieces in outgoing for piece in pieces])
-    ranks.alltoallv(sent, send_counts, received, receive_counts.tolist())
-    for place in places:
+    np.add.at(taken, readers, (highs - lows) * (array.nbytes // max(1, len(array))))
+    sent = [np.concatenate(pieces) for pieces in outgoing]
+    ranks.alltoallv(np.concatenate(sent), [piece.size for piece in sent], received, taken.tolist())
+    for saved in np.argsort(readers, kind="stable"):  # the order of arrival
+        place = _bytes(array[lows[saved] : highs[saved]])
         place[...], received = np.split(received, [place.size])
     return array
 

@@ -22,7 +22,7 @@ from replicas import RANK, SIZE, gather_texts, outcomes, same_everywhere, still_
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.collecting import count_of_writers, places
+from mpistrategy.checkpoint.saving import count_of_writers, places
 
 
 def checkpoint_of(strategy: ms.Strategy, **objects: Any) -> ms.Checkpoint:

@@ -28,8 +28,7 @@ from replicas import RANK, SIZE, long_lane, outcomes, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage.manifest import NAME, VERSION, with_head
-from mpistrategy.checkpoint.storage.shards import shard_name
+from mpistrategy.checkpoint.storage.format import NAME, VERSION, shard_name, with_head
 
 one_rank = pytest.mark.one_rank
 

@@ -35,11 +35,11 @@ ENDS = """
 import os, signal, sys, threading, time
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint import saving
 from mpistrategy.checkpoint.storage import files as checkpoint_files
 
 folder, end = sys.argv[1:]
-collecting.BYTES_A_WRITER = 1
+saving.BYTES_A_WRITER = 1
 strategy = ms.MirroredStrategy()
 
 

@@ -23,9 +23,8 @@ from checkpoints import Training
 
 import mpistrategy as ms
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, with_head
+from mpistrategy.checkpoint.storage.format import NAME, shard_name, with_head
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN
-from mpistrategy.checkpoint.storage.shards import shard_name
 
 #: Nothing may take longer: a second, with slack for a busy machine.
 MOST_SECONDS = 5.0

@@ -4,8 +4,8 @@ New files and folders are created exclusively.  In a setgid folder the group may
 A symbolic link in the place of a checkpoint or of one of its files is refused.
 
 A folder that is being written is locked, and so is a folder of checkpoints, into which one job at a time saves: by a
-POSIX lock on a file that only its user can open.  A forked child does not share it.  Within one process such a lock is
-always granted, so this module remembers which locks the process holds.
+POSIX lock on its file ``.lock``, which only its user can open.  A forked child does not share it.  Within one process
+such a lock is always granted, so this module remembers which locks the process holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from mpistrategy import own_files
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
-    CheckpointExistsError,
     CheckpointMissingError,
     CheckpointReadError,
     CheckpointWriteError,
@@ -38,15 +37,17 @@ watcher: Callable[[str, str], None] | None = None
 #: What file systems without locks say.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-#: The processes and the files that they have locked by `OneWriter`.
+#: The processes and the files that they have locked.
 _locked: set[tuple[int, str]] = set()
+#: The file in a folder that is locked.
+LOCK = ".lock"
 #: What makes the name of a new folder unique.
 TOKEN = "[0-9a-f]{16}"
 #: Files are written and read in pieces of so many bytes.
 PIECE_BYTES = 2**24
 #: The names of the files in a checkpoint.
 _FILES = re.compile(
-    r"manifest\.json|shard-[0-9]{5,}\.safetensors|done-[0-9]{1,9}-[0-9]{1,19}-[0-9a-f]{32}|failed-[0-9]{1,9}"
+    r"\.lock|manifest\.json|shard-[0-9]{5,}\.safetensors|done-[0-9]{1,9}-[0-9]{1,19}-[0-9a-f]{32}|failed-[0-9]{1,9}"
 )
 #: What is said of a symbolic link, a file in the place of a folder, and something that is not a file.
 _DAMAGED = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
@@ -159,79 +160,43 @@ def sync(folder: str) -> None:
 
 
 class Lock:
-    """An open file or folder that is locked until it is closed or the process ends.
-
-    Args:
-        path: the folder or file.
-        flags: of os.open.
-        take: `fcntl.lockf`; None: `fcntl.flock`.
-
-    Attributes:
-        is_held: whether it is locked; False where the file system has no locks.
-
-    Raises:
-        BlockingIOError: if another one holds the lock.
-        OSError: if it cannot be opened.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        flags: int = os.O_RDONLY | os.O_DIRECTORY,
-        take: Callable[[int, int], object] | None = None,
-    ) -> None:
-        self._descriptor: int = os.open(path, flags | _FLAGS, 0o600)
-        self.is_held: bool = True
-        try:
-            (take or fcntl.flock)(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.is_held = False
-            if error.errno not in _NO_LOCKS:
-                self.close()
-                raise
-
-    def close(self) -> None:
-        """Give the lock up, if it was not before."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-class OneWriter(Lock):
-    """The lock of a folder of checkpoints: its file ``.lock``.
+    """The lock of a folder into which one job at a time may write, until it is closed or the process ends.
 
     Args:
         folder: the folder.
 
     Attributes:
         process: the process that has locked it.
+        is_held: whether it is locked; False where the file system has no locks.
 
     Raises:
-        CheckpointExistsError: if another job or another manager of this process holds it.
-        OSError: if it cannot be opened: it is another user's, say.
+        BlockingIOError: if another job, or this process itself, holds the lock.
+        OSError: if its file cannot be opened: it is another user's, say.
     """
 
     def __init__(self, folder: str) -> None:
-        path = os.path.join(os.path.realpath(folder), ".lock")
+        path = os.path.join(os.path.realpath(folder), LOCK)
         self.process: int = os.getpid()
+        self.is_held: bool = True
         self._key = self.process, path
+        if self._key in _locked:  # opening and closing the file would give up the lock that is there
+            raise BlockingIOError(errno.EAGAIN, "this process has locked it", path)
+        self._descriptor: int = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
         try:
-            if self._key in _locked:  # opening and closing the file would give up the lock that is there
-                raise BlockingIOError
-            super().__init__(path, os.O_RDWR | os.O_CREAT, fcntl.lockf)
-        except BlockingIOError as error:
-            raise CheckpointExistsError.at(
-                "CheckpointManager",
-                found=f"another job, or another manager of this one, that has locked {path!r}",
-                expected="one writer for a folder",
-                fix="Use a folder for each job, or close() the other manager first.",
-            ) from error
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.is_held = False
+            if error.errno not in _NO_LOCKS:
+                self.close()
+                raise
         _locked.add(self._key)
 
     def close(self) -> None:
         """Give the lock up, if it was not before."""
-        super().close()
-        _locked.discard(self._key)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            _locked.discard(self._key)
 
 
 # ------------------------------------------------------------------------------------------------ removing
@@ -242,10 +207,10 @@ def is_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
 
 
-def foreign(folder: str) -> str:
-    """Return the name of something in a folder that no checkpoint has; "" if there is nothing else."""
-    names = sorted(os.listdir(folder))
-    return next((name for name in names if not _FILES.fullmatch(name) or is_folder(os.path.join(folder, name))), "")
+def is_ours(folder: str) -> bool:
+    """Return whether there is a folder, and not a link to one, with nothing in it but the files of a checkpoint."""
+    names = os.listdir(folder) if is_folder(folder) else ["not a folder"]
+    return all(_FILES.fullmatch(name) and not is_folder(os.path.join(folder, name)) for name in names)
 
 
 def remove(folder: str) -> None:
@@ -256,7 +221,7 @@ def remove(folder: str) -> None:
     Raises:
         OSError: if it cannot be removed.
     """
-    if is_folder(folder) and not foreign(folder):
+    if is_ours(folder):
         for name in sorted(os.listdir(folder)):  # manifest.json comes before the shards
             change(os.unlink, os.path.join(folder, name))
         change(os.rmdir, folder)
@@ -271,9 +236,10 @@ def sweep(folder: str, names: re.Pattern[str]) -> str:
     for name in filter(names.fullmatch, sorted(os.listdir(folder))):
         path = os.path.join(folder, name)
         try:
-            with contextlib.closing(Lock(path)) as lock:
-                if lock.is_held:
-                    remove(path)
+            if is_ours(path):
+                with contextlib.closing(Lock(path)) as lock:
+                    if lock.is_held:
+                        remove(path)
         except OSError as error:
             locked = name if isinstance(error, BlockingIOError) else locked
     return locked
