@@ -112,7 +112,7 @@ class Checkpoint(NamesOurs):
         """The strategy whose ranks save together."""
         if not self._made_in._is_default:
             return self._made_in
-        variables = [value for value in self.objects.values() if isinstance(value, Variable)]
+        variables = (value for value in self.objects.values() if isinstance(value, Variable))
         of_variables: Any = next((var.strategy for var in variables if not var.strategy._is_default), None)
         joined: Any = of_variables or context.open_strategy("Checkpoint", "one that was")
         return joined or self._made_in

@@ -244,16 +244,12 @@ def store(var: Variable, array: Array) -> None:
         storage[...] = placed_as(array, storage)
 
 
-def _dtype(item: Item) -> np.dtype[Any]:
-    return dtype_of(item.dtype).newbyteorder("=")
-
-
 def _copy(source: Reading, path: str, item: Item) -> Array:
     """Return the only copy, or the first rank's, on all ranks; the ranks that have read its parts send them."""
     ranks, parts = source.communicator, source.parts[path]
     if item.is_of_each_rank:
         parts = [(int(source.own_table[0][0]), 0, item.elements)]
-    array = np.empty(item.elements, _dtype(item))
+    array = np.empty(item.elements, dtype_of(item.dtype))
     for root, begin, stop in parts:
         if root == ranks.rank:
             own = item.is_of_each_rank
@@ -270,7 +266,7 @@ def _copy(source: Reading, path: str, item: Item) -> Array:
 @quietly
 def _total(source: Reading, path: str, item: Item) -> Array:
     """Return the sum or mean of all copies: added in rank order by each reader, then by all."""
-    dtype = wire_dtype(_dtype(item))
+    dtype = wire_dtype(dtype_of(item.dtype))
     if dtype.kind not in "iufc":  # of bools, their number; of the smallest floats
         dtype = np.dtype(np.int32 if dtype.kind == "b" else np.float32)
     total = np.zeros(item.shape, dtype)
@@ -278,7 +274,7 @@ def _total(source: Reading, path: str, item: Item) -> Array:
         total += own.arrays[path].astype(dtype, copy=False)
     if total.size:
         source.communicator.allreduce(total.reshape(-1))
-    return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(_dtype(item))
+    return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(dtype_of(item.dtype))
 
 
 def _rows(source: Reading, path: str, item: Item) -> Array:
@@ -293,7 +289,7 @@ def _rows(source: Reading, path: str, item: Item) -> Array:
         for rank in range(begin // length, -(-int(ends[saved]) // length)):
             outgoing[rank].append(_bytes(block[max(0, rank * length - begin) : (rank + 1) * length - begin]))
     first = min(ranks.rank * length, total)
-    array = np.empty((min(length, total - first), *item.shape[1:]), _dtype(item))
+    array = np.empty((min(length, total - first), *item.shape[1:]), dtype_of(item.dtype))
     received, taken = np.empty(array.nbytes, np.uint8), np.zeros(ranks.size, np.int64)
     lows, highs = np.clip(begins, first, first + len(array)) - first, np.clip(ends, first, first + len(array)) - first
     np.add.at(taken, readers, (highs - lows) * (array.nbytes // max(1, len(array))))

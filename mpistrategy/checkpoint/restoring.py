@@ -291,7 +291,7 @@ class Comparison:
         """Return the saved state of an object of this package, with zeros in its arrays."""
         item = self._items[path]
         if item.is_array:
-            return np.broadcast_to(np.zeros((), dtype_of(item.dtype).newbyteorder("=")), self._shape_of(path, item))
+            return np.broadcast_to(np.zeros((), dtype_of(item.dtype)), self._shape_of(path, item))
         if item.kind == "list":
             return [self._zero_state(inner) for inner in self._below(path, item).values()]
         if item.kind in KEPT | {"dict"}:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import errno
 import os
 import re
+import secrets
 import sys
 import threading
 import time
@@ -175,7 +175,8 @@ class Saving(NotPickled):
                 expected="one at a time",
                 fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
             )
-        self._folder = files.new_folder(os.path.join(parent, SAVING.format(name)))
+        self._folder = os.path.join(parent, SAVING.format(name) + secrets.token_hex(8))
+        files.change(own_files.make_folder, self._folder)
         self._lock = files.Lock(self._folder)
 
     def _check_place(self, where: str) -> bool:
@@ -315,15 +316,13 @@ class Saving(NotPickled):
 
     def _join(self, call: Call) -> None:
         """Wait for the threads of all ranks; raise the first error on all."""
-        for step in ("write a checkpoint", "commit a checkpoint"):
+        for event, step in ((self._written, "write a checkpoint"), (self._done, "commit a checkpoint")):
             call.expect_more()
-            self._written.wait()
-            if step == "commit a checkpoint":
-                self._look_now.set()
-                self._done.wait()
+            event.wait()
             if self._error is not None:
                 raise self._error
             call.agree(step, destination=self.path, patiently=True)
+            self._look_now.set()
         self._end(committed=True)
 
     def _raise_failure(self, where: str) -> None:
@@ -363,12 +362,9 @@ class Saving(NotPickled):
             files.change(os.rename, self.path, old)
         try:
             files.change(os.rename, self._folder, self.path)
-        except OSError as error:
+        except OSError:
             if replaces:
                 files.change(os.rename, old, self.path)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                self._overwrite = False
-                self._check_place(_WHERE)  # another job was faster
             raise
         files.sync(parent)
         with contextlib.suppress(OSError):

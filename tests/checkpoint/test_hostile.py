@@ -5,7 +5,6 @@ Nothing in them is executed, takes much memory, is followed elsewhere, or change
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import random
@@ -220,30 +219,6 @@ def test_random_changes(tmp_path: Path, partial: bool, count: int) -> None:
     figures = hostile.read_checkpoints(program, tmp_path / "c", count, random.Random(5 + partial), partial=partial)
     assert figures.foreign == [], figures.line()
     assert 0 < figures.fine < figures.read
-
-
-@pytest.mark.slow
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("partial", [False, True])
-def test_random_changes_on_all_ranks(strategy: ms.MirroredStrategy, folder: Path, partial: bool) -> None:
-    """Every rank says the same, and goes on."""
-    dice = random.Random(11)
-    program = hostile.Program(strategy)
-    program.checkpoint.save(folder / "c")
-    for number in range(part_of(90)):
-        path, way = folder / f"{number}", ""
-        if RANK == 0:
-            shutil.copytree(folder / "c", path)
-            way = hostile.mutate_checkpoint(path, dice)
-        strategy.barrier("mutated")
-        found = outcomes(functools.partial(program.checkpoint.restore, path, partial=partial))
-        kinds = {outcome.error for outcome in found}
-        assert len(kinds) == 1, (way, found)
-        assert kinds == {None} or issubclass(next(iter(kinds)), ms.errors.MpiStrategyError), (way, found[0].text)
-        strategy.barrier("read")
-        if kinds == {None}:
-            program.check()
-            program = hostile.Program(strategy)
 
 
 @one_rank

@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
@@ -110,17 +109,9 @@ def _before(operation: str, name: str) -> None:
 
 
 def change(do: Callable[..., object], *paths: str) -> None:
-    """Remove or rename what is at some paths.  A new name must be free, or an empty folder."""
+    """Make, remove or rename what is at some paths.  A new name must be free, or an empty folder."""
     _before(do.__name__, " -> ".join(map(os.path.basename, paths)))
     do(*paths)
-
-
-def new_folder(prefix: str) -> str:
-    """Make a folder, whose path begins with `prefix` and is unique; return its path."""
-    path = f"{prefix}{secrets.token_hex(8)}"
-    _before("mkdir", os.path.basename(path))
-    own_files.make_folder(path)
-    return path
 
 
 def write(path: str, pieces: Iterable[Any]) -> tuple[int, str]:
@@ -184,12 +175,12 @@ class Lock:
         self._descriptor: int = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locked.add(self._key)
         except OSError as error:
             self.is_held = False
             if error.errno not in _NO_LOCKS:
                 self.close()
                 raise
-        _locked.add(self._key)
 
     def close(self) -> None:
         """Give the lock up, if it was not before."""

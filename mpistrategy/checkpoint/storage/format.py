@@ -390,7 +390,7 @@ def read_shard(path: str, nbytes: int, checksum: str, entries: Sequence[tuple[st
 def as_array(data: Array, dtype: str, shape: Sequence[int]) -> Array:
     """Return an array of these bytes in native byte order, not copied where that can be."""
     kind = dtype_of(dtype)
-    return data.view(kind).reshape(shape).astype(kind.newbyteorder("="), copy=False)
+    return data.view(kind.newbyteorder("<")).reshape(shape).astype(kind, copy=False)
 
 
 # ------------------------------------------------------------------------------------------------ JSON text
@@ -446,7 +446,7 @@ def dtype_text(dtype: np.dtype[Any], where: str) -> str:
 
 
 def dtype_of(text: Any) -> np.dtype[Any]:
-    """Return the dtype of a name, little-endian.
+    """Return the dtype of a name, in native byte order.
 
     Raises:
         CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown name.
@@ -455,7 +455,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
         name = text if _NUMPYS.fullmatch(text) else getattr(importlib.import_module("ml_dtypes"), text)
         dtype: np.dtype[Any] = np.dtype(name)
         if dtype_text(dtype, "") == text and dtype.itemsize:
-            return dtype
+            return dtype.newbyteorder("=")
     except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
         pass
     raise damaged("a manifest", f"the dtype {reprlib.repr(text)}")
