@@ -84,12 +84,12 @@ class Own:
             if not is_shape(shape, item.itemsize) or (path in rows and [*shape] != [rows[path][rank], *item.shape[1:]]):
                 raise damaged(where, f"an array of another shape than the others of {path[:80]!r}")
             stop = start + math.prod(shape) * item.itemsize
-            if stop + self.line.size > data.size:
+            if stop > data.size:
                 raise damaged(where, f"{data.size} bytes of a rank, without all of {path[:80]!r}")
             self.arrays[path] = as_array(data[start:stop], item.dtype, shape)
             start = stop
-        if start + self.line.size != data.size:
-            raise damaged(where, "more data of a rank than the manifest names")
+        if start + manifest.own[1][rank] != data.size:
+            raise damaged(where, f"{data.size} bytes of a rank, of which its arrays have {start}")
 
 
 class Reading:

@@ -218,7 +218,8 @@ class Saving(NotPickled):
             if rank == 0:
                 self._error = own_error
                 self._remove()
-            elif os.path.lexists(self._folder):  # else rank 0 has removed it after another rank's error
+            elif os.path.lexists(self._folder) and not isinstance(error.__cause__, FileNotFoundError):
+                # Else rank 0 has removed the folder, or does so now, after another rank's error.
                 self._error = own_error
                 with contextlib.suppress(OSError):
                     files.write(os.path.join(self._folder, f"{_FAILED}{rank}"), [])
