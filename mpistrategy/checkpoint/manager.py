@@ -19,7 +19,6 @@ from mpistrategy.checkpoint.storage.format import is_checkpoint
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
-    CheckpointExistsError,
     CheckpointMissingError,
     CheckpointReadError,
 )
@@ -83,7 +82,7 @@ class CheckpointManager(NamesOurs, Settable):
         self.keep = keep
         self.skipped, self.restored = {}, None
         #: The lock of the folder, on rank 0 from the first save on.
-        self._lock: files.Lock | None = None
+        self._lock: files.OneWriter | None = None
         #: The steps that the last restore found damaged; and the last step that was saved.
         self._damaged: set[int] = set()
         self._saved: int | None = None
@@ -245,15 +244,7 @@ class CheckpointManager(NamesOurs, Settable):
             return
         own_files.make_folders(self.directory)
         files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
-        try:
-            self._lock = files.Lock(self.directory)
-        except BlockingIOError as error:
-            raise CheckpointExistsError.at(
-                "CheckpointManager",
-                found=f"another job, or another manager of this one, that has locked {self.directory!r}",
-                expected="one writer for a folder",
-                fix="Use a folder for each job, or close() the other manager first.",
-            ) from error
+        self._lock = files.OneWriter(self.directory)
         weakref.finalize(self, self._lock.close)
         if self._lock.is_held:
             files.sweep(self.directory, _UNFINISHED)

@@ -369,7 +369,6 @@ class Saving(NotPickled):
             raise
         files.sync(parent)
         with contextlib.suppress(OSError):
-            files.change(os.unlink, os.path.join(self.path, files.LOCK))
             files.remove(old)
         self.is_committed = True
 

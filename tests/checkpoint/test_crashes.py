@@ -231,11 +231,11 @@ def test_two_saves_to_one_place(
 ) -> None:
     """The second is told; where a file system has no locks, the slower one."""
 
-    def lockf(descriptor: int, operation: int) -> None:
+    def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     if not has_locks:
-        monkeypatch.setattr("fcntl.lockf", lockf)
+        monkeypatch.setattr("fcntl.flock", flock)
     with strategy.scope():
         first, second = ms.Checkpoint(x=1), ms.Checkpoint(x=2)
     is_held = threading.Event()

@@ -4,8 +4,8 @@ New files and folders are created exclusively.  In a setgid folder the group may
 A symbolic link in the place of a checkpoint or of one of its files is refused.
 
 A folder that is being written is locked, and so is a folder of checkpoints, into which one job at a time saves: by a
-POSIX lock on its file ``.lock``, which only its user can open.  A forked child does not share it.  Within one process
-such a lock is always granted, so this module remembers which locks the process holds.
+POSIX lock on a file that only its user can open.  A forked child does not share it.  Within one process such a lock is
+always granted, so this module remembers which locks the process holds.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mpistrategy import own_files
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointMissingError,
     CheckpointReadError,
     CheckpointWriteError,
@@ -36,17 +37,15 @@ watcher: Callable[[str, str], None] | None = None
 #: What file systems without locks say.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-#: The processes and the files that they have locked.
+#: The processes and the files that they have locked by `OneWriter`.
 _locked: set[tuple[int, str]] = set()
-#: The file in a folder that is locked.
-LOCK = ".lock"
 #: What makes the name of a new folder unique.
 TOKEN = "[0-9a-f]{16}"
 #: Files are written and read in pieces of so many bytes.
 PIECE_BYTES = 2**24
 #: The names of the files in a checkpoint.
 _FILES = re.compile(
-    r"\.lock|manifest\.json|shard-[0-9]{5,}\.safetensors|done-[0-9]{1,9}-[0-9]{1,19}-[0-9a-f]{32}|failed-[0-9]{1,9}"
+    r"manifest\.json|shard-[0-9]{5,}\.safetensors|done-[0-9]{1,9}-[0-9]{1,19}-[0-9a-f]{32}|failed-[0-9]{1,9}"
 )
 #: What is said of a symbolic link, a file in the place of a folder, and something that is not a file.
 _DAMAGED = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
@@ -151,31 +150,31 @@ def sync(folder: str) -> None:
 
 
 class Lock:
-    """The lock of a folder into which one job at a time may write, until it is closed or the process ends.
+    """An open file or folder that is locked until it is closed or the process ends.
 
     Args:
-        folder: the folder.
+        path: the folder or file.
+        flags: of os.open.
+        take: `fcntl.lockf`; None: `fcntl.flock`.
 
     Attributes:
-        process: the process that has locked it.
         is_held: whether it is locked; False where the file system has no locks.
 
     Raises:
-        BlockingIOError: if another job, or this process itself, holds the lock.
-        OSError: if its file cannot be opened: it is another user's, say.
+        BlockingIOError: if another one holds the lock.
+        OSError: if it cannot be opened.
     """
 
-    def __init__(self, folder: str) -> None:
-        path = os.path.join(os.path.realpath(folder), LOCK)
-        self.process: int = os.getpid()
+    def __init__(
+        self,
+        path: str,
+        flags: int = os.O_RDONLY | os.O_DIRECTORY,
+        take: Callable[[int, int], object] | None = None,
+    ) -> None:
+        self._descriptor: int = os.open(path, flags | _FLAGS, 0o600)
         self.is_held: bool = True
-        self._key = self.process, path
-        if self._key in _locked:  # opening and closing the file would give up the lock that is there
-            raise BlockingIOError(errno.EAGAIN, "this process has locked it", path)
-        self._descriptor: int = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
         try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _locked.add(self._key)
+            (take or fcntl.flock)(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.is_held = False
             if error.errno not in _NO_LOCKS:
@@ -187,7 +186,43 @@ class Lock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            _locked.discard(self._key)
+
+
+class OneWriter(Lock):
+    """The lock of a folder of checkpoints: its file ``.lock``.
+
+    Args:
+        folder: the folder.
+
+    Attributes:
+        process: the process that has locked it.
+
+    Raises:
+        CheckpointExistsError: if another job or another manager of this process holds it.
+        OSError: if it cannot be opened: it is another user's, say.
+    """
+
+    def __init__(self, folder: str) -> None:
+        path = os.path.join(os.path.realpath(folder), ".lock")
+        self.process: int = os.getpid()
+        self._key = self.process, path
+        try:
+            if self._key in _locked:  # opening and closing the file would give up the lock that is there
+                raise BlockingIOError
+            super().__init__(path, os.O_RDWR | os.O_CREAT, fcntl.lockf)
+        except BlockingIOError as error:
+            raise CheckpointExistsError.at(
+                "CheckpointManager",
+                found=f"another job, or another manager of this one, that has locked {path!r}",
+                expected="one writer for a folder",
+                fix="Use a folder for each job, or close() the other manager first.",
+            ) from error
+        _locked.add(self._key)
+
+    def close(self) -> None:
+        """Give the lock up, if it was not before."""
+        super().close()
+        _locked.discard(self._key)
 
 
 # ------------------------------------------------------------------------------------------------ removing
