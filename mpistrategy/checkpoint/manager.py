@@ -243,6 +243,8 @@ class CheckpointManager(NamesOurs, Settable):
         if self._lock is not None and self._lock.process == os.getpid():  # a forked child has no lock
             return
         own_files.make_folders(self.directory)
+        with contextlib.suppress(PermissionError):  # of a folder above that cannot be listed
+            files.sync(os.path.dirname(self.directory))
         files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
         self._lock = files.OneWriter(self.directory)
         weakref.finalize(self, self._lock.close)
