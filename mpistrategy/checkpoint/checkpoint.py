@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from mpistrategy import context
@@ -101,7 +100,8 @@ class Checkpoint(NamesOurs):
     def __init__(self, **objects: Any) -> None:
         self.objects = objects
         self._made_in: Strategy = context.current_strategy()
-        self._pending: Saving | None = None
+        #: The save with wait=False of which no call has raised the error yet, if it has one.
+        self._pending: list[Saving] = []
         self._last: dict[str, int] = {}
         self._has_warned = False
         if objects:
@@ -112,11 +112,12 @@ class Checkpoint(NamesOurs):
         """The strategy whose ranks save together."""
         if not self._made_in._is_default:
             return self._made_in
-        variables = [value for value in self.objects.values() if isinstance(value, Variable)]
+        variables = (value for value in self.objects.values() if isinstance(value, Variable))
         of_variables: Any = next((var.strategy for var in variables if not var.strategy._is_default), None)
         joined: Any = of_variables or context.open_strategy("Checkpoint", "one that was")
         return joined or self._made_in
 
+    @collective("save")
     def save(
         self,
         directory: str | os.PathLike[str],
@@ -158,19 +159,6 @@ class Checkpoint(NamesOurs):
             CollectiveMismatchError: on every rank, if the ranks differ in the directory, the names, or the objects
                 under a name; the text shows the difference.
         """
-        return self._save_after(lambda: None, directory, wait=wait, overwrite=overwrite, name=name)
-
-    @collective("save")
-    def _save_after(
-        self,
-        prepare: Callable[[], object],
-        directory: str | os.PathLike[str],
-        *,
-        wait: bool = True,
-        overwrite: bool = False,
-        name: str | None = None,
-    ) -> Saving:
-        """Do `save`; rank 0 calls `prepare` after all ranks have agreed and before anything is written."""
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.save")
         communicator = strategy.extended.communicator
@@ -179,13 +167,13 @@ class Checkpoint(NamesOurs):
             with Call(communicator.guard, "Checkpoint.save", called=name) as call:
                 path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
                 saving = Saving(communicator, path, bool(overwrite), strategy.layout())
-                digests = saving._begin(state, call, prepare, wait=bool(wait))
+                digests = saving._begin(state, call, wait=bool(wait))
         except BaseException:  # after leaving the call: then no rank writes any more
             if saving is not None:
                 saving._abandon()
             raise
         if not wait:
-            self._pending = saving
+            self._pending.append(saving)
         self._look_for_stale(digests, communicator.rank)
         return saving
 
@@ -253,15 +241,13 @@ class Checkpoint(NamesOurs):
     def _wait(self, where: str, name: str | None = None) -> None:
         """Do `wait`, for the public call `where`."""
         self._settle(where, name)
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending._raise_failure(where)
+        while self._pending:
+            self._pending.pop()._raise_failure(where)
 
     def _settle(self, where: str, name: str | None = None) -> None:
         """Do `_wait`; the next save or wait raises an error of the save."""
-        pending = self._pending
-        if pending is not None:
-            pending._settle(where, name)
+        for saving in self._pending:
+            saving._settle(where, name)
 
     def _agreed(
         self, operation: str, directory: Any, options: str, strategy: Strategy, call: Call

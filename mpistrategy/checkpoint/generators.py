@@ -6,11 +6,10 @@ NumPy checks little of a state, so the state is checked here.
 from __future__ import annotations
 
 import copy
+import reprlib
 from typing import Any, TypeAlias
 
 import numpy as np
-
-from mpistrategy.checkpoint.storage.shards import shown
 
 AnyGenerator: TypeAlias = np.random.Generator | np.random.RandomState
 GENERATORS = (np.random.Generator, np.random.RandomState)
@@ -72,6 +71,6 @@ def _check(state: Any) -> None:
         raise ValueError(f"a state of type {type(state).__name__}")
     for name, value in state.items():
         if name in _LARGEST and not (type(value) is int and 0 <= value <= _LARGEST[name]):
-            raise ValueError(f"{name}={shown(value)} in the state of a generator, at most {_LARGEST[name]}")
+            raise ValueError(f"{name}={reprlib.repr(value)} in the state of a generator, at most {_LARGEST[name]}")
         if isinstance(value, dict):
             _check(value)

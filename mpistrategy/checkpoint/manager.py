@@ -15,7 +15,7 @@ from mpistrategy import context, own_files
 from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, checked_path
 from mpistrategy.checkpoint.saving import SAVING
 from mpistrategy.checkpoint.storage import files
-from mpistrategy.checkpoint.storage.manifest import is_checkpoint
+from mpistrategy.checkpoint.storage.format import is_checkpoint
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -129,15 +129,17 @@ class CheckpointManager(NamesOurs, Settable):
         """
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.save")
-        with Call(strategy.extended.communicator.guard, "CheckpointManager.save", called=name) as call:
+        communicator = strategy.extended.communicator
+        with Call(communicator.guard, "CheckpointManager.save", called=name) as call:
             path = self.path_of(step)
             self._wait(call.where)
             call.expect_more()
+            if communicator.rank == 0:
+                with files.writing(call.where, self.directory):
+                    self._make_ready()
             call.agree("begin", destination=path)
             self._saved = int(step)
-            saving = self.checkpoint._save_after(
-                self._make_ready, path, wait=wait, overwrite=self._saved in self._damaged
-            )
+            saving = self.checkpoint.save(path, wait=wait, overwrite=self._saved in self._damaged)
             self._damaged.discard(self._saved)
             self._latest, self._begun = (self._saved, None) if wait else (self._latest, saving)
             self._remove_old(call)
@@ -241,6 +243,8 @@ class CheckpointManager(NamesOurs, Settable):
         if self._lock is not None and self._lock.process == os.getpid():  # a forked child has no lock
             return
         own_files.make_folders(self.directory)
+        with contextlib.suppress(PermissionError):  # of a folder above that cannot be listed
+            files.sync(os.path.dirname(self.directory))
         files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
         self._lock = files.OneWriter(self.directory)
         weakref.finalize(self, self._lock.close)

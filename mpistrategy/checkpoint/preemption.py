@@ -24,7 +24,6 @@ from mpistrategy.checkpoint.manager import CheckpointManager
 from mpistrategy.errors import CheckpointError, ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, checked_type, not_negative
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
@@ -137,13 +136,12 @@ class PreemptionCheckpointHandler(Settable):
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator: Ranks = self._strategy.extended.communicator
         self._guard = self._communicator.guard
-        self._raise_flag = self._guard.raise_flag  # at hand for the signal handler
         #: The notice to stop, and its time; the previous signal handlers; the process that catches signals.
         self._notice: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
         self._name = name
-        is_simulated = isinstance(self._communicator, Threads)
+        is_simulated = self._communicator.is_simulated
         with Call(self._guard, _WHERE, called=name) as call:
             context.require_cross_replica(self._strategy, _WHERE)
             if threading.current_thread() is not threading.main_thread() and not is_simulated:
@@ -250,7 +248,7 @@ class PreemptionCheckpointHandler(Settable):
             return
         # Do nothing else: the interrupted code may be half done.
         self._notice = self._notice or (signal.Signals(number).name, time.monotonic())
-        self._raise_flag()
+        self._guard.raise_flag()
 
     # --------------------------------------------------------------------------------------------- between the ranks
 
@@ -265,7 +263,7 @@ class PreemptionCheckpointHandler(Settable):
         if watcher is not None and watcher():
             self._notice = self._notice or ("termination_watcher_fn", time.monotonic())
         if self._notice is not None:  # again, after a signal: another handler, which was closed, has lowered the flag
-            self._raise_flag()
+            self._guard.raise_flag()
         self._unchecked = 0 if met else self._unchecked + 1
         if self._unchecked >= self._steps_between_votes and not self._guard.flag_was_seen:
             self._unchecked = 0

@@ -1,8 +1,8 @@
 """Which rank reads which part of a checkpoint, and how the arrays and values come to all ranks.
 
-Rank 0 reads the manifest.  Each shard is read by one rank: by its writer if the job has as many ranks as saved; else
-the shards are spread over the nodes.  So each byte is read once, and then sent: networks are faster than the file
-system that the nodes share.
+Rank 0 reads the manifest.  Each shard is read by one rank, on as many ranks as saved by its writer; the readers are
+spread over the nodes.  So each byte is read once, and then sent: networks are faster than the file system that the
+nodes share.
 
 An array that was saved once goes to all ranks.  If each rank had a copy, each rank gets its own copy back; on another
 number of ranks all ranks get the combined copies, and keep their shares of a sum.  The rows of a global array are split
@@ -11,7 +11,9 @@ again, equally many for each rank.
 
 from __future__ import annotations
 
+import math
 import os
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,17 +21,75 @@ import numpy as np
 
 from mpistrategy.arrays.convert import on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
-from mpistrategy.checkpoint.saving import REPLACED
+from mpistrategy.checkpoint.saving import REPLACED, places
 from mpistrategy.checkpoint.storage.files import check_is_trusted, damaged, reading
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.shards import Own, dtype_of, read_shard, shard_name, values_in
+from mpistrategy.checkpoint.storage.format import (
+    COMBINED,
+    OWN,
+    ROWS,
+    Item,
+    Manifest,
+    as_array,
+    by_width,
+    dtype_of,
+    is_shape,
+    loads,
+    parse,
+    read_shard,
+    read_text,
+    shard_name,
+    shares,
+)
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
-from mpistrategy.options import VariableSynchronization
+from mpistrategy.objects.text import decoded, encoded
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
 _NOTHING = np.empty(0, np.uint8)
+
+
+class Own:
+    """The data of a rank, as its shard has them.
+
+    Args:
+        data: the bytes: the arrays, those of the widest dtypes first, and the values as JSON.
+        manifest: of the checkpoint.
+        rank: the rank that saved them.
+        where: the name of the checkpoint, for errors.
+
+    Attributes:
+        data: as given.
+        line: the bytes of the values.
+        values: by path; of arrays whose shape may differ between ranks, the shape.
+        arrays: by path, in native byte order, not copied where that can be.
+
+    Raises:
+        CheckpointDamagedError: for other data than the manifest says.
+    """
+
+    def __init__(self, data: Array, manifest: Manifest, rank: int, where: str) -> None:
+        self.data = data
+        self.line: Array = data[max(0, data.size - manifest.own[1][rank]) :]
+        self.values: dict[str, Any] = loads(self.line.tobytes(), where)
+        self.arrays: dict[str, Array] = {}
+        items = manifest.of_each_rank
+        named = {path for path, item in items.items() if item.has_lines}
+        if type(self.values) is not dict or self.values.keys() != named:
+            raise damaged(where, "other plain values of a rank than the manifest names")
+        rows, start = dict(zip(manifest.rows, manifest.own[3:], strict=True)), 0
+        for path in by_width(items):
+            item = items[path]
+            shape = self.values[path] if item.has_lines else item.shape
+            if not is_shape(shape, item.itemsize) or (path in rows and [*shape] != [rows[path][rank], *item.shape[1:]]):
+                raise damaged(where, f"an array of another shape than the others of {path[:80]!r}")
+            stop = start + math.prod(shape) * item.itemsize
+            if stop > data.size:
+                raise damaged(where, f"{data.size} bytes of a rank, without all of {path[:80]!r}")
+            self.arrays[path] = as_array(data[start:stop], item.dtype, shape)
+            start = stop
+        if start + manifest.own[1][rank] != data.size:
+            raise damaged(where, f"{data.size} bytes of a rank, of which its arrays have {start}")
 
 
 class Reading:
@@ -42,36 +102,34 @@ class Reading:
     Attributes:
         communicator, path: as given.
         manifest: as all ranks know it.
-        readers: the rank that reads each shard.
-        arrays: the arrays that were saved once and that this rank has read, by shard and name.
+        parts: of each array that was saved once: the ranks that read it, its first elements for them, and those after.
+        arrays: the parts that this rank has read, by path and first element.
         owns: the per-rank data that this rank has read, by the rank that saved them.
-        reader_of: for each rank that saved, the rank that has read its data; empty without per-rank data.
-        rows: by path, how many rows of a global array each rank that saved had.
-        own: the data of this rank, on as many ranks as saved, if there are per-rank data.
+        own_table: `Manifest.own`, with the rank that reads the data in the place of their shard.
+        own_arrays: the arrays of this rank, on as many ranks as saved.
         values: the plain values of this rank; of another rank if this rank did not save.
     """
 
     manifest: Manifest
-    readers: list[int]
-    own: Own
+    own_table: Array
 
     def __init__(self, communicator: Ranks, path: str) -> None:
         self.communicator = communicator
         self.path = path
-        self.arrays: dict[int, dict[str, Array]] = {}
+        self.parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        self.arrays: dict[tuple[str, int], Array] = {}
         self.owns: dict[int, Own] = {}
-        self.reader_of: Array = np.empty(0, np.int64)
-        self.rows: dict[str, Array] = {}
+        self.own_arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
         self._folder = ""
-        self._own_table: Array = np.empty((0, 0), np.int64)
+        self._readers: list[int] = []
 
     @property
     def same_ranks(self) -> bool:
         """Whether as many ranks saved as there are now."""
         return self.manifest.ranks == self.communicator.size
 
-    def read_manifest(self) -> bytes:
+    def read_text(self) -> str:
         """Return the folder and the manifest, on rank 0."""
         folder = self.path
         if not os.path.lexists(folder):  # a job may have ended between the two renames
@@ -79,71 +137,51 @@ class Reading:
             replaced = os.path.join(above, REPLACED.format(name))
             folder = replaced if os.path.lexists(replaced) else folder
         check_is_trusted(folder)
-        text = read_text(folder)
-        parse(text, self.path)
-        return os.fsencode(folder) + b"\0" + text
+        return decoded(os.fsencode(folder) + b"\0" + read_text(folder))
 
-    def tell_manifest(self, data: bytes) -> Manifest:
-        """Return the manifest on every rank; `data` is the text that rank 0 has read.  Collective."""
-        ranks, length = self.communicator, np.array([len(data)], np.int64)
-        ranks.bcast(length, 0)
-        message = np.empty(int(length[0]), np.uint8)
-        if ranks.rank == 0:
-            message[...] = np.frombuffer(data, np.uint8)
-        ranks.bcast(message, 0)
-        folder, _, text = message.tobytes().partition(b"\0")
-        self._folder, self.manifest = os.fsdecode(folder), parse(text, self.path)
-        shards, by_node = self.manifest.shards, np.argsort(ranks.node_of, kind="stable")
-        spread = np.arange(len(shards)) * max(len(by_node), len(shards)) // len(shards) % len(by_node)
-        self.readers = [shard.writer for shard in shards] if self.same_ranks else by_node[spread].tolist()
+    def parse(self, text: str) -> Manifest:
+        """Return the manifest from what `read_text` has returned; CheckpointDamagedError for a manifest of no save."""
+        folder, _, data = encoded(text).partition(b"\0")
+        self._folder, self.manifest = os.fsdecode(folder), parse(data, self.path)
+        self._readers, _ = places(self.communicator.node_of, len(self.manifest.shards))
+        self.own_table = np.array(self.manifest.own or np.empty((3, 0)), np.int64)
+        self.own_table[0] = np.array(self._readers)[self.own_table[0]]
         return self.manifest
 
     def read_shards(self, names: Collection[str]) -> None:
         """Read this rank's shards, whole; keep the arrays below some names, and the per-rank data.
 
         Raises:
-            CheckpointDamagedError: for another size or checksum than the manifest says, or missing arrays.
+            CheckpointDamagedError: for another size or checksum than the manifest says.
         """
-        of_each, me = self.manifest.of_each_rank, self.communicator.rank
-        rows = [path for path, item in of_each.items() if item.copies == ROWS]
-        self._own_table = np.zeros((4 + len(rows), self.manifest.ranks if of_each else 0), np.int64)
-        for number, shard in enumerate(self.manifest.shards):
-            if self.readers[number] == me:
-                entries = self.manifest.entries_of(number).items()
-                selection = {name: entry for name, entry in entries if name.partition("/")[0] in names}
+        items, own = self.manifest.items, self.manifest.own
+        shared = shares(items, len(self.manifest.shards))
+        for number, (reader, shard) in enumerate(zip(self._readers, self.manifest.shards, strict=True)):
+            for path, (begin, stop) in shared[number].items():
+                self.parts[path].append((reader, begin, stop))
+            if reader == self.communicator.rank:
+                ranks = [rank for rank, place in enumerate(own[0]) if place == number] if own else []
+                entries = [(f"_rank {rank}", own[2][rank], True) for rank in ranks]
+                for path, (begin, stop) in shared[number].items():
+                    is_kept = path.partition("/")[0] in names
+                    entries.append((path, (stop - begin) * items[path].itemsize, is_kept))
                 file = os.path.join(self._folder, shard_name(number))
-                self.arrays[number], blocks = read_shard(file, shard.nbytes, shard.checksum, selection)
-                for rank in [rank for rank in blocks if rank < self._own_table.shape[1]]:
-                    own = self.owns[rank] = Own(blocks[rank], self.path)
-                    check_own(own, self.manifest)
-                    sizes = own.data.size, own.line.size, *[own.values[path][0] for path in rows]
-                    self._own_table[:, rank] = 1, me, *sizes
-
-    def note_owns(self) -> None:
-        """Note which rank has read the data of each rank that saved; CheckpointDamagedError if data are missing."""
-        table = self._own_table
-        if not (table[0] == 1).all():
-            raise damaged(self.path, "more or less of a rank than it had for itself")
-        rows = [path for path, item in self.manifest.items.items() if item.copies == ROWS]
-        self.reader_of, self.rows = table[1], dict(zip(rows, table[4:], strict=True))
-        if self.communicator.rank in self.owns:
-            self.own = self.owns[self.communicator.rank]
+                contents = read_shard(file, shard.nbytes, shard.checksum, entries)
+                self.owns |= {
+                    rank: Own(contents.pop(f"_rank {rank}"), self.manifest, rank, self.path) for rank in ranks
+                }
+                for path, data in contents.items():
+                    shape = [data.size // items[path].itemsize]
+                    self.arrays[path, shared[number][path][0]] = as_array(data, items[path].dtype, shape)
 
     def tell_owns(self, call: Call) -> None:
-        """Make `own` and `values`.  Collective; the ranks expect one more agreement then.
-
-        Raises:
-            CheckpointDamagedError: on every rank, if the data of a rank are missing.
-        """
-        ranks, table, me = self.communicator, self._own_table, self.communicator.rank
+        """Make `own_arrays` and `values`.  Collective; the ranks expect one more agreement then."""
+        ranks, table, me = self.communicator, self.own_table, self.communicator.rank
         call.expect_more()
         if not table.size:
             return
-        ranks.allreduce(table)
-        self.note_owns()
-        call.agree("find what each rank had")
-        nearest = np.arange(ranks.size) % table.shape[1]
-        readers, lengths = table[1][nearest], table[2 if self.same_ranks else 3][nearest]
+        nearest = np.arange(ranks.size) % self.manifest.ranks
+        readers, lengths = table[0][nearest], table[2 if self.same_ranks else 1][nearest]
         if self.same_ranks and (readers == np.arange(ranks.size)).all():
             received = self.owns[me].data
         else:
@@ -152,75 +190,51 @@ class Reading:
             counts = np.where(readers == me, lengths, 0), np.where(np.arange(ranks.size) == readers[me], lengths[me], 0)
             received = np.empty(int(lengths[me]), np.uint8)
             ranks.alltoallv(np.concatenate([_NOTHING, *pieces]), counts[0].tolist(), received, counts[1].tolist())
-        call.expect_more()
         if self.same_ranks:
-            self.own = Own(received, self.path)
-        self.values = self.own.values if self.same_ranks else values_in(received, self.path)
-
-
-def check_own(own: Own, manifest: Manifest) -> None:
-    """Raise CheckpointDamagedError unless the data of a rank are as the manifest says."""
-    of_each = manifest.of_each_rank
-    if own.values.keys() != {path for path, item in of_each.items() if item.has_lines}:
-        raise damaged(own.where, "other plain values of a rank than the manifest names")
-    for path, item in of_each.items():
-        if item.is_array:
-            array = array_of(own, path, manifest)
-            if item.copies == ROWS and (not array.ndim or array.shape[1:] != item.shape[1:]):
-                raise damaged(own.where, f"rows of another shape than the others of {path[:80]!r}")
-
-
-def array_of(own: Own, path: str, manifest: Manifest) -> Array:
-    """Return an array of a rank; CheckpointDamagedError for another size than the manifest says."""
-    item = manifest.items[path]
-    return own.array(path, item.dtype, None if item.has_lines else item.shape)
+            own = Own(received, self.manifest, me, self.path)
+            self.own_arrays, self.values = own.arrays, own.values
+        else:
+            self.values = loads(received.tobytes(), self.path)
 
 
 def arrays_of(path: str) -> dict[str, Array]:
     """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
     source = Reading(Alone(), path)
     with reading("Checkpoint.arrays", path):
-        manifest = source.tell_manifest(source.read_manifest())
+        manifest = source.parse(source.read_text())
         source.read_shards(manifest.names)
-        if manifest.of_each_rank:
-            source.note_owns()
+        source.own_arrays = source.owns[0].arrays if source.owns else {}
         items = {name: item for name, item in manifest.items.items() if item.is_array}
-        arrays = deliver(source, {name: None for name, item in items.items() if item.copies != OWN})
+        arrays = deliver(source, {name: (None, item.copies) for name, item in items.items() if item.copies != OWN})
         for name, item in items.items():
             for rank, own in sorted(source.owns.items()) if item.copies == OWN else ():
-                arrays[f"{name}@{rank}"] = array_of(own, name, manifest)
+                arrays[f"{name}@{rank}"] = own.arrays[name]
     return arrays
 
 
-def deliver(source: Reading, targets: Mapping[str, Variable | None]) -> dict[str, Array]:
-    """Write arrays into variables; return the arrays without a variable, by path.  Collective."""
+def deliver(source: Reading, targets: Mapping[str, tuple[Variable | None, str]]) -> dict[str, Array]:
+    """Write arrays into variables; return the arrays without a variable, by path.  Collective.
+
+    Args:
+        source: the checkpoint.
+        targets: by path, the variable or None, and how copies are saved (`Item.copies`) there.
+    """
     ranks, staged = source.communicator, {}
-    for path, variable in targets.items():
+    for path, (variable, copies) in targets.items():
         item = source.manifest.items[path]
-        aggregation = _aggregation(item, variable)
-        is_kept = item.copies not in (ONE, ROWS) and item.copies == aggregation
-        if item.copies == OWN or (is_kept and source.same_ranks):  # this rank gets its own copy back
-            array = array_of(source.own, path, source.manifest)
+        if item.copies == OWN or (source.same_ranks and item.copies == copies in COMBINED):
+            array = source.own_arrays[path]  # this rank gets its own copy back
         elif item.copies == ROWS:
             array = _rows(source, path, item)
         else:
             array = (_total if item.copies in ("SUM", "MEAN") else _copy)(source, path, item)
-            if aggregation == "SUM":
+            if copies == "SUM":
                 array = share_of(array, ranks.rank, ranks.size)
         if variable is None:
             staged[path] = array
         else:
             store(variable, array)
     return staged
-
-
-def _aggregation(item: Item, variable: Variable | None) -> str:
-    """Return how copies are combined: as the variable says, or for an array, as the checkpoint says."""
-    if variable is None:
-        return item.copies
-    is_local = variable.strategy.extended._is_local
-    has_copies = variable.synchronization is VariableSynchronization.ON_READ and not is_local
-    return variable.aggregation.name if has_copies else ""
 
 
 def store(var: Variable, array: Array) -> None:
@@ -230,65 +244,59 @@ def store(var: Variable, array: Array) -> None:
         storage[...] = placed_as(array, storage)
 
 
-def _dtype(item: Item) -> np.dtype[Any]:
-    return dtype_of(item.dtype).newbyteorder("=")
-
-
 def _copy(source: Reading, path: str, item: Item) -> Array:
     """Return the only copy, or the first rank's, on all ranks; the ranks that have read its parts send them."""
-    ranks, parts = source.communicator, [(source.readers[part[0]], *part) for part in item.parts]
+    ranks, parts = source.communicator, source.parts[path]
     if item.is_of_each_rank:
-        parts = [(int(source.reader_of[0]), -1, 0, item.elements)]
-    array = np.empty(item.elements, _dtype(item))
-    for root, shard, start, stop in parts:
+        parts = [(int(source.own_table[0][0]), 0, item.elements)]
+    array = np.empty(item.elements, dtype_of(item.dtype))
+    for root, begin, stop in parts:
         if root == ranks.rank:
-            stored = array_of(source.owns[0], path, source.manifest) if shard < 0 else source.arrays[shard].pop(path)
+            own = item.is_of_each_rank
+            stored = source.owns[0].arrays[path] if own else source.arrays.pop((path, begin))
             if len(parts) == 1:
                 array = stored.reshape(-1)  # which need not be copied
             else:
-                array[start:stop] = stored
-        if stop > start:
-            ranks.bcast(array[start:stop], root)
+                array[begin:stop] = stored
+        if stop > begin:
+            ranks.bcast(array[begin:stop], root)
     return array.reshape(item.shape)
 
 
 @quietly
 def _total(source: Reading, path: str, item: Item) -> Array:
     """Return the sum or mean of all copies: added in rank order by each reader, then by all."""
-    dtype = wire_dtype(_dtype(item))
+    dtype = wire_dtype(dtype_of(item.dtype))
     if dtype.kind not in "iufc":  # of bools, their number; of the smallest floats
         dtype = np.dtype(np.int32 if dtype.kind == "b" else np.float32)
     total = np.zeros(item.shape, dtype)
     for _, own in sorted(source.owns.items()):
-        total += array_of(own, path, source.manifest).astype(dtype, copy=False)
+        total += own.arrays[path].astype(dtype, copy=False)
     if total.size:
         source.communicator.allreduce(total.reshape(-1))
-    return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(_dtype(item))
+    return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(dtype_of(item.dtype))
 
 
 def _rows(source: Reading, path: str, item: Item) -> Array:
     """Return this rank's part of a global array: the next rows, equally many on each rank but the last ranks."""
-    ranks, counts, readers = source.communicator, source.rows[path], source.reader_of
-    ends = np.cumsum(counts)
-    begins, total, length = ends - counts, int(ends[-1]), max(1, -(-int(ends[-1]) // ranks.size))
+    ranks, readers = source.communicator, source.own_table[0]
+    ends = np.cumsum(source.own_table[3 + source.manifest.rows.index(path)])
+    begins, total = np.append(0, ends[:-1]), int(ends[-1])
+    length = max(1, -(-total // ranks.size))
     outgoing: list[list[Array]] = [[_NOTHING] for _ in range(ranks.size)]
     for saved, own in sorted(source.owns.items()):
-        block, begin = array_of(own, path, source.manifest), int(begins[saved])
+        block, begin = own.arrays[path], int(begins[saved])
         for rank in range(begin // length, -(-int(ends[saved]) // length)):
             outgoing[rank].append(_bytes(block[max(0, rank * length - begin) : (rank + 1) * length - begin]))
     first = min(ranks.rank * length, total)
-    array = np.empty((min(length, total - first), *item.shape[1:]), _dtype(item))
+    array = np.empty((min(length, total - first), *item.shape[1:]), dtype_of(item.dtype))
+    received, taken = np.empty(array.nbytes, np.uint8), np.zeros(ranks.size, np.int64)
     lows, highs = np.clip(begins, first, first + len(array)) - first, np.clip(ends, first, first + len(array)) - first
-    sources = np.flatnonzero(highs > lows)
-    sources = sources[np.argsort(readers[sources], kind="stable")]  # the order of arrival
-    places = [_bytes(array[lows[saved] : highs[saved]]) for saved in sources]
-    receive_counts = np.zeros(ranks.size, np.int64)
-    np.add.at(receive_counts, readers[sources], np.array([place.size for place in places], np.int64))
-    received = np.empty(array.nbytes, np.uint8)
-    send_counts = [sum(piece.size for piece in pieces) for pieces in outgoing]
-    sent = np.concatenate([piece for pieces in outgoing for piece in pieces])
-    ranks.alltoallv(sent, send_counts, received, receive_counts.tolist())
-    for place in places:
+    np.add.at(taken, readers, (highs - lows) * (array.nbytes // max(1, len(array))))
+    sent = [np.concatenate(pieces) for pieces in outgoing]
+    ranks.alltoallv(np.concatenate(sent), [piece.size for piece in sent], received, taken.tolist())
+    for saved in np.argsort(readers, kind="stable"):  # the order of arrival
+        place = _bytes(array[lows[saved] : highs[saved]])
         place[...], received = np.split(received, [place.size])
     return array
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from mpistrategy.checkpoint.reading import Reading, deliver, store
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.state import (
     ARRAYS,
-    DEEPEST,
     DICTS,
     KEPT,
     REPLACEABLE,
@@ -40,9 +40,8 @@ from mpistrategy.checkpoint.state import (
     is_tuple,
 )
 from mpistrategy.checkpoint.storage.files import reading
-from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, OWN, ROWS, Item, Manifest
+from mpistrategy.checkpoint.storage.format import COMBINED, ONE, OWN, ROWS, Item, Manifest, dtype_of
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, from_json
-from mpistrategy.checkpoint.storage.shards import dtype_of
 from mpistrategy.errors import CheckpointMismatchError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.kept import Kept
@@ -89,25 +88,26 @@ def restore(
     `layout` is `Strategy.layout()` now.
     """
     communicator = state.strategy.extended.communicator
-    source, text = Reading(communicator, path), b""
+    source, text = Reading(communicator, path), ""
     call.expect_more()
     if communicator.rank == 0:
         with reading(call.where, path):
-            text = source.read_manifest()
+            text = source.read_text()
     call.agree("read a manifest")
-    manifest = source.tell_manifest(text)
+    text = communicator.allgather_text(text)[0]
     call.expect_more()
     with reading(call.where, path):
+        manifest = source.parse(text)
         source.read_shards(objects)
     call.agree("read shards", patiently=True)
     source.tell_owns(call)
-    fit = Comparison(source, state, partial)
-    fit.compare(objects, call.where)
+    fit = Comparison(source, state, objects, partial)
+    fit.compare(call.where)
     call.agree("compare a checkpoint with the objects")
     fit.prepare(objects)
-    fit.staged = deliver(source, fit.targets(objects))
+    fit.staged = deliver(source, fit.targets())
     call.expect_more()
-    objects.update({name: fit.restored(name) for name in objects if name in manifest.items})
+    objects.update({name: fit.restored(name) for name in manifest.names if name in objects})
     fit.reset()
     call.agree("restore a checkpoint")
     left_out = tuple(printable(skipped, "") for skipped in fit.left_out)
@@ -121,6 +121,7 @@ class Comparison:
     Args:
         source: the checkpoint, with the plain values of this rank.
         state: the objects.
+        names: the names of the objects.
         partial: restore the objects that are on both sides, and leave the others.
 
     Attributes:
@@ -128,68 +129,68 @@ class Comparison:
         staged: the arrays that have come, by path.
     """
 
-    def __init__(self, source: Reading, state: State, partial: bool) -> None:
+    def __init__(self, source: Reading, state: State, names: Collection[str], partial: bool) -> None:
         self._source = source
-        self._items: dict[str, Item] = source.manifest.items
         self._state = state
         self._partial = partial
-        self._problems: list[str] = []  # in words
+        items = source.manifest.items
+        self._items = {path: item for path, item in items.items() if path.partition("/")[0] in names}
         self.left_out: list[str] = []
         self.staged: dict[str, Array] = {}
+        #: The paths right below each path; and the kind of the object there or nearest above that tells its own state.
         self._paths_below: dict[str, list[str]] = defaultdict(list)
-        for path in self._items:
-            self._paths_below[path.rpartition("/")[0]].append(path)
+        self._inside: dict[str, str] = {"": ""}
+        for path, item in self._items.items():
+            above = path.rpartition("/")[0]
+            self._paths_below[above].append(path)
+            self._inside[path] = item.kind if item.kind in _FREE | {"module"} else self._inside[above]
 
     # ------------------------------------------------------------------------------------------- what does not fit
 
-    def compare(self, names: Mapping[str, Any], where: str) -> None:
+    def compare(self, where: str) -> None:
         """Note the names that are left out; raise CheckpointMismatchError, with a list, for what does not fit."""
-        absent: set[str] = set()
-        for path, own_item in self._state.items.items():
-            above = path.rpartition("/")[0]
-            is_free = self._nearest(self._state.items, path, {"object", "module"}) == "object"
-            may_go = is_free or own_item.kind in REPLACEABLE or path in self._state.firsts
-            if path not in self._items and (above in absent or not (above and may_go)):
-                absent.add(path)
-                if above not in absent:
-                    self._missing(path, f"{self._in_words(path)} here, nothing in the checkpoint")
-        for name in self._source.manifest.names:
-            if name not in names:
-                self._missing(name, f"{self._items[name].kind} in the checkpoint, nothing here")
-        for path, item in self._items.items():
-            if path.partition("/")[0] in names:
-                try:
-                    trouble = self._trouble(path, item)
-                except _UNSOUND as error:
-                    trouble = f"{type(error).__name__}: {error}"
-                if trouble:
-                    self._problem(path, trouble)
-        if self._problems:
+        problems = [printable(line, "")[:_LONGEST] for line in islice(self._problems(), _MOST_PROBLEMS + 1)]
+        if problems:
+            problems[_MOST_PROBLEMS:] = ["and more"] * (len(problems) > _MOST_PROBLEMS)
             raise CheckpointMismatchError.at(
                 where,
                 found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
                 expected="the same names, kinds, dtypes and shapes",
-                fix="\n  ".join(
-                    ["Nothing has changed. These do not fit (partial=True leaves names out):", *self._problems]
-                ),
+                fix="\n  ".join(["Nothing has changed. These do not fit (partial=True leaves names out):", *problems]),
             )
 
-    def _missing(self, path: str, text: str) -> None:
-        if self._partial and "/" not in path:
-            self.left_out.append(path)
-        else:
-            self._problem(path, text)
+    def _problems(self) -> Iterator[str]:
+        """Yield what does not fit; the text may come from a checkpoint."""
+        for path, text in self._missing():
+            if self._partial and "/" not in path:
+                self.left_out.append(path)
+            else:
+                yield f"{path}: {text}"
+        for path, item in self._items.items():
+            try:
+                trouble = self._trouble(path, item)
+            except _UNSOUND as error:
+                trouble = f"{type(error).__name__}: {error}"
+            if trouble:
+                yield f"{path}: {trouble}"
 
-    def _problem(self, path: str, text: str) -> None:
-        """Note what does not fit; the text may come from a checkpoint."""
-        is_shown = len(self._problems) < _MOST_PROBLEMS
-        line = printable(f"{path}: {text}", "")[:_LONGEST] if is_shown else "and more"
-        self._problems = [*self._problems[:_MOST_PROBLEMS], line]
+    def _missing(self) -> Iterator[tuple[str, str]]:
+        """Yield the paths that are on one side only, and what is on the other."""
+        absent: set[str] = set()
+        for path, own_item in self._state.items.items():
+            above = path.rpartition("/")[0]
+            self._inside.setdefault(path, self._inside[above])
+            is_free = self._inside[above] == "object" or own_item.kind in REPLACEABLE or path in self._state.firsts
+            if path not in self._items and (above in absent or not (above and is_free)):
+                absent.add(path)
+                if above not in absent:
+                    yield path, f"{self._in_words(path)} here, nothing in the checkpoint"
+        for name in self._source.manifest.names:
+            if name not in self._items:
+                yield name, f"{self._source.manifest.items[name].kind} in the checkpoint, nothing here"
 
     def _trouble(self, path: str, item: Item) -> str:
         """Return why an item does not fit the program's object; "" if it does."""
-        if path.count("/") > DEEPEST:
-            raise ValueError(f"more than {DEEPEST} levels")
         value, kind, own_item = self._target(path, item), item.kind, self._state.items.get(path)
         if item.copies == OWN and not self._source.same_ranks and kind != "rng":
             return (
@@ -222,7 +223,7 @@ class Comparison:
         kind, own_item, live = item.kind, self._state.items.get(path), self._state.live.get(path, ABSENT)
         if kind == "variable":
             # An optimizer has looked at the variables that it will make.
-            is_planned = own_item is None and self._nearest(self._items, path, _FREE) == "optimizer"
+            is_planned = own_item is None and self._inside[path] == "optimizer"
             return is_planned or (isinstance(value, Variable) and self._has_layout(path, item))
         if kind == ROWS:
             is_like = own_item is not None and (own_item.dtype, own_item.shape[1:]) == (item.dtype, item.shape[1:])
@@ -267,14 +268,8 @@ class Comparison:
 
     def _target(self, path: str, item: Item) -> Any:
         """Return the object at a path that an item goes into; `ABSENT` if the item makes a new object."""
-        if item.kind in REPLACEABLE | {ROWS} and self._nearest(self._items, path, _FREE | {"module"}) in _FREE:
-            return ABSENT
-        return self._state.live.get(path, ABSENT)
-
-    @staticmethod
-    def _nearest(items: Mapping[str, Item], path: str, kinds: set[str] | frozenset[str]) -> str:
-        """Return the kind of the nearest object above a path that has one of these kinds; "" if there is none."""
-        return next((items[above].kind for above in _above(path) if above in items and items[above].kind in kinds), "")
+        is_new = item.kind in REPLACEABLE | {ROWS} and self._inside[path] in _FREE
+        return ABSENT if is_new else self._state.live.get(path, ABSENT)
 
     def _below(self, path: str, item: Item) -> dict[Any, str]:
         """Return the paths below an item by key; ValueError for more or fewer keys than paths."""
@@ -296,7 +291,7 @@ class Comparison:
         """Return the saved state of an object of this package, with zeros in its arrays."""
         item = self._items[path]
         if item.is_array:
-            return np.broadcast_to(np.zeros((), dtype_of(item.dtype).newbyteorder("=")), self._shape_of(path, item))
+            return np.broadcast_to(np.zeros((), dtype_of(item.dtype)), self._shape_of(path, item))
         if item.kind == "list":
             return [self._zero_state(inner) for inner in self._below(path, item).values()]
         if item.kind in KEPT | {"dict"}:
@@ -313,19 +308,21 @@ class Comparison:
                 value._prepare(self._zero_state(path), state.live.get, state.strategy)
         self._state = State(objects, state.strategy, state.where)
 
-    def targets(self, names: Mapping[str, Any]) -> dict[str, Variable | None]:
-        """Return the variables that arrays go into, by path; None for other arrays."""
-        variables: dict[str, Variable | None] = {}
+    def targets(self) -> dict[str, tuple[Variable | None, str]]:
+        """Return the variables that arrays go into, and how copies are saved here, by path; None for other arrays."""
+        targets: dict[str, tuple[Variable | None, str]] = {}
         for path, item in self._items.items():
-            if item.is_array and path.partition("/")[0] in names:
-                live = self._state.live.get(path) if item.kind == "variable" else None
-                variables[path] = live if isinstance(live, Variable) and self._has_layout(path, item) else None
-        return variables
+            live = self._state.live.get(path)
+            if item.kind == "variable" and isinstance(live, Variable) and self._has_layout(path, item):
+                targets[path] = live, self._state.items[path].copies
+            elif item.is_array:
+                targets[path] = None, item.copies
+        return targets
 
     def reset(self) -> None:
         """Fill the variables of optimizers that the checkpoint does not have."""
         for path, first in self._state.firsts.items():
-            if path not in self._items and self._nearest(self._items, path, KEPT):
+            if path not in self._items and self._inside.get(path) in KEPT:
                 var = self._state.live[path]
                 store(var, np.full(var.shape, first, var.dtype))
 
@@ -372,12 +369,6 @@ class Comparison:
         if item.kind == "tensor":
             return as_tensor(array)
         return array[()] if item.kind == "scalar" else array
-
-
-def _above(path: str) -> Iterator[str]:
-    """Yield the paths above a path, the nearest first."""
-    while path := path.rpartition("/")[0]:
-        yield path
 
 
 def _is_in_place(value: Any) -> bool:

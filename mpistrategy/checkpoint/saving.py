@@ -1,17 +1,18 @@
 """Writing a checkpoint: it is complete or absent, whatever ends the job and whichever rank fails.
 
 1. Rank 0 makes a folder with a unique name beside the final one.
-2. Per-rank data go to the writers (`collecting`).  Each writer writes one shard into the folder and syncs it to the
-   disk.
+2. One rank writes a small checkpoint, some on each node a large one.  Per-rank data go to the writers.  Each writer
+   writes one shard into the folder and syncs it to the disk: the data of some ranks, and a part of the arrays that are
+   saved once, which every rank has.
 3. Rank 0 gets the sizes and checksums from the writers.  It writes the manifest, last, syncs it, and renames the
    folder.  Before the rename there is no new checkpoint, after it there is a complete one.
 
 An error on one rank raises on all, and the folder is removed; an older checkpoint is not touched before step 3.
 
 Threads write the shards and do step 3, with ``wait=False`` from copies, and exchange no messages: a writer that has
-finished makes an empty file in the folder, whose name says the size and the checksum of its shard.  The thread of rank
-0 looks for these files and completes the checkpoint, so the program need not make another call.  An error is raised on
-all ranks by the call that waits for the save.
+finished renames its shard, and the name says the size and the checksum.  The thread of rank 0 looks for these names,
+gives the shards their final ones and completes the checkpoint, so the program need not make another call.  An error is
+raised on all ranks by the call that waits for the save.
 """
 
 from __future__ import annotations
@@ -19,21 +20,37 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import errno
 import os
 import re
+import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpistrategy import own_files
-from mpistrategy.checkpoint.collecting import collect
+from mpistrategy.arrays.convert import host_array
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage import files
-from mpistrategy.checkpoint.storage.manifest import NAME, Manifest, Shard, is_checkpoint
-from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
+from mpistrategy.checkpoint.storage.format import (
+    ALIGNMENT,
+    NAME,
+    ONE,
+    ROWS,
+    Manifest,
+    Shard,
+    by_width,
+    dumps,
+    is_checkpoint,
+    pieces_of,
+    raw,
+    shard_name,
+    shares,
+)
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import interval
@@ -45,12 +62,17 @@ from mpistrategy.objects.copies import NotPickled
 _WHERE = "Checkpoint.save"
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
-#: The name of the empty file that a writer makes: the number, the size and the checksum of its shard; after a failure.
+#: The name of a shard that is written: its number, size and checksum; and of the empty file of a rank that has failed.
 _DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.1
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
 _STALLED_SECONDS = 60.0
+#: A checkpoint gets one writer for so many bytes.
+BYTES_A_WRITER = 2**26
+#: The most writers of a node, and of the job if it has fewer nodes.  There are more where the ranks have too much
+#: per-rank data for one writer to gather.
+MOST_A_NODE, MOST_WRITERS = 8, 1024
 
 
 class Saving(NotPickled):
@@ -81,7 +103,7 @@ class Saving(NotPickled):
         self._folder = ""
         self._lock: files.Lock | None = None
         self._writers: list[int] = []
-        self._manifest = Manifest(communicator.size, (), {}, layout, version())
+        self._manifest = Manifest(communicator.size, (), {}, [], layout, version())
         #: Whether this rank has written its shard; and whether its thread is done.
         self._written, self._done = threading.Event(), threading.Event()
         self._done.set()
@@ -96,22 +118,21 @@ class Saving(NotPickled):
 
     # ------------------------------------------------------------------------------------------- the steps
 
-    def _begin(self, state: State, call: Call, prepare: Callable[[], object], *, wait: bool) -> dict[str, int]:
-        """Do step 1, start the threads, and with `wait`, wait for them.  Collective; the caller abandons it on errors.
+    def _begin(self, state: State, call: Call, *, wait: bool) -> dict[str, int]:
+        """Do step 1, start the threads, and with `wait`, wait for them; return `State.by_name`.
 
-        Rank 0 calls `prepare` first.  Returns `State.by_name`.
+        Collective; the caller abandons it on errors.
         """
         call.expect_more()
         digests = state.digests()
         if self._communicator.rank == 0:
             with files.writing(call.where, self.path):
-                prepare()
                 self._make_folder(call.where)
         call.agree("make a folder")
         self._folder = self._communicator.allgather_text(self._folder)[0]
         state.decide(digests, self._communicator)
-        self._writers, pieces = collect(state, self._communicator, call)
-        self._manifest = dataclasses.replace(self._manifest, items=state.items)
+        self._writers, own, pieces = collect(state, self._communicator, call)
+        self._manifest = dataclasses.replace(self._manifest, items=state.items, own=own)
         if pieces is not None and not files.is_folder(self._folder):
             raise CheckpointWriteError.at(
                 call.where,
@@ -121,7 +142,7 @@ class Saving(NotPickled):
         if not wait:
             pieces = None if pieces is None else [bytes(piece) for piece in pieces]
         if self._communicator.rank == 0:
-            self._text(call.where, [Shard(0, "", 0)] * len(self._writers))  # too much of it is refused here
+            self._manifest.text(call.where)  # too much of it is refused here
         call.agree("begin to write")  # no rank starts to write if another cannot
         self._start(pieces)
         if wait:
@@ -154,7 +175,8 @@ class Saving(NotPickled):
                 expected="one at a time",
                 fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
             )
-        self._folder = files.new_folder(os.path.join(parent, SAVING.format(name)))
+        self._folder = os.path.join(parent, SAVING.format(name) + secrets.token_hex(8))
+        files.change(own_files.make_folder, self._folder)
         self._lock = files.Lock(self._folder)
 
     def _check_place(self, where: str) -> bool:
@@ -176,41 +198,38 @@ class Saving(NotPickled):
 
     def _work(self, pieces: list[Any]) -> None:
         """Write this rank's shard; on rank 0, complete the checkpoint when all are there.  Errors wait for `_join`."""
-        is_first, number = self._communicator.rank == 0, self._writers.index(self._communicator.rank)
+        rank = self._communicator.rank
+        number = self._writers.index(rank)
         path = os.path.join(self._folder, shard_name(number))
         try:
             with interval("span", "write a checkpoint"), files.writing(_WHERE, path):
-                marks = [_DONE.format(number, *files.write(path, pieces))]
+                name = _DONE.format(number, *files.write(path, pieces))
+                files.change(os.rename, path, os.path.join(self._folder, name))
             pieces.clear()
-            with files.writing(_WHERE, self.path):
-                if len(self._writers) > 1:
-                    files.write(os.path.join(self._folder, marks[0]), [])
-                if is_first:
-                    self._written.set()
-                    if len(self._writers) > 1:
-                        marks = self._marks()
-                    if marks:
-                        self._finish(marks)
-                        self.is_committed = True
-                    else:
-                        self._remove()
+            if rank == 0:
+                self._written.set()
+                with files.writing(_WHERE, self.path):
+                    self._complete()
         except BaseException as error:
-            if is_first or os.path.lexists(self._folder):  # else rank 0 has removed it after another rank's error
-                text = f"{type(error).__name__}: {error}"
-                unexpected = CheckpointWriteError.at(_WHERE, found=text, expected="memory and time to write")
-                self._error = error if isinstance(error, CheckpointError) else unexpected
-            if is_first:
+            unexpected = CheckpointWriteError.at(
+                _WHERE, found=f"{type(error).__name__}: {error}", expected="memory and time to write"
+            )
+            own_error = error if isinstance(error, CheckpointError) else unexpected
+            if rank == 0:
+                self._error = own_error
                 self._remove()
-            elif self._error is not None:
+            elif os.path.lexists(self._folder) and not isinstance(error.__cause__, FileNotFoundError):
+                # Else rank 0 has removed the folder, or does so now, after another rank's error.
+                self._error = own_error
                 with contextlib.suppress(OSError):
-                    files.write(os.path.join(self._folder, f"{_FAILED}{self._communicator.rank}"), [])
+                    files.write(os.path.join(self._folder, f"{_FAILED}{rank}"), [])
         finally:
             pieces.clear()  # also what an error's traceback would hold
             self._written.set()
             self._done.set()
 
     def _marks(self) -> list[str]:
-        """Wait until all writers have made their marks; remove and return them, none after a failure.
+        """Wait until all shards are written; return their names, in order, none after a failure.
 
         Raises:
             CheckpointWriteError: when nothing has moved in the folder for as long as a collective may wait.
@@ -218,10 +237,8 @@ class Saving(NotPickled):
         for names in self._looks(self._communicator.guard.timeout):
             if self._is_cancelled or any(name.startswith(_FAILED) for name in names):
                 return []
-            marks = [name for name in names if name.startswith(_DONE[:5])]
+            marks = sorted(name for name in names if name.startswith(_DONE[:5]))
             if len(marks) == len(self._writers):
-                for mark in marks:
-                    files.change(os.unlink, os.path.join(self._folder, mark))
                 return marks
         raise CheckpointWriteError.at(
             _WHERE,
@@ -300,15 +317,13 @@ class Saving(NotPickled):
 
     def _join(self, call: Call) -> None:
         """Wait for the threads of all ranks; raise the first error on all."""
-        for step in ("write a checkpoint", "commit a checkpoint"):
+        for event, step in ((self._written, "write a checkpoint"), (self._done, "commit a checkpoint")):
             call.expect_more()
-            self._written.wait()
-            if step == "commit a checkpoint":
-                self._look_now.set()
-                self._done.wait()
+            event.wait()
             if self._error is not None:
                 raise self._error
             call.agree(step, destination=self.path, patiently=True)
+            self._look_now.set()
         self._end(committed=True)
 
     def _raise_failure(self, where: str) -> None:
@@ -327,37 +342,35 @@ class Saving(NotPickled):
 
     # ------------------------------------------------------------------------------------------- completing it
 
-    def _text(self, where: str, shards: Sequence[Shard]) -> bytes:
-        """Return the manifest; raise OptionError for a manifest that `restore` would refuse."""
-        text = dataclasses.replace(self._manifest, shards=tuple(shards)).text()
-        check_can_be_read(text, where)
-        return text
-
-    def _finish(self, marks: Sequence[str]) -> None:
-        """Write the manifest and put the checkpoint in its place."""
-        fields = [mark.split("-") for mark in sorted(marks)]
-        shards = [Shard(int(f[2]), f[3], writer) for f, writer in zip(fields, self._writers, strict=True)]
-        files.write(os.path.join(self._folder, NAME), [self._text(_WHERE, shards)])
+    def _complete(self) -> None:
+        """Wait for the shards, write the manifest and put the checkpoint in its place; on rank 0."""
+        shards = []
+        for number, mark in enumerate(self._marks()):
+            _, _, nbytes, checksum = mark.split("-")
+            shards.append(Shard(int(nbytes), checksum))
+            files.change(os.rename, *(os.path.join(self._folder, name) for name in (mark, shard_name(number))))
+        if not shards:
+            self._remove()
+            return
+        text = dataclasses.replace(self._manifest, shards=tuple(shards)).text(_WHERE)
+        files.write(os.path.join(self._folder, NAME), [text])
         files.sync(self._folder)
         parent, name = os.path.split(self.path)
         old, replaces = os.path.join(parent, REPLACED.format(name)), self._check_place(_WHERE)
         if replaces:
-            if os.path.lexists(old):  # of a job that was killed: there is at most one
-                files.remove(old)
-                files.sync(parent)
+            files.remove(old)  # of a job that was killed: there is at most one
+            files.sync(parent)
             files.change(os.rename, self.path, old)
         try:
             files.change(os.rename, self._folder, self.path)
-        except OSError as error:
+        except OSError:
             if replaces:
                 files.change(os.rename, old, self.path)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                self._overwrite = False
-                self._check_place(_WHERE)  # another job was faster
             raise
         files.sync(parent)
         with contextlib.suppress(OSError):
             files.remove(old)
+        self.is_committed = True
 
     # ------------------------------------------------------------------------------------------- its end
 
@@ -386,6 +399,91 @@ class Saving(NotPickled):
     def __repr__(self) -> str:
         how = "committed" if self.is_committed else "failed" if self.has_failed else "not committed yet"
         return f"<Saving {self.path!r}, {how}>"
+
+
+# ------------------------------------------------------------------------------------------- who writes what
+
+
+def count_of_writers(node_of: Sequence[int], nbytes: int, own_bytes: int) -> int:
+    """Return how many ranks write so many bytes, of which the ranks have some for themselves."""
+    nodes = max(node_of) + 1
+    most = max(min(MOST_A_NODE * nodes, max(nodes, MOST_WRITERS)), -(-own_bytes // BYTES_A_WRITER))
+    return max(1, min(-(-nbytes // BYTES_A_WRITER), most, len(node_of)))
+
+
+def places(node_of: Sequence[int], count: int) -> tuple[list[int], Array]:
+    """Return the rank that writes or reads each of so many shards, and the shard of each rank's data.
+
+    The ranks are spread over the nodes; the first is rank 0.
+    """
+    by_node, size = np.argsort(node_of, kind="stable"), len(node_of)
+    shard_of = np.empty(size, np.int64)
+    shard_of[by_node] = (np.arange(1, size + 1) * count - 1) // size
+    return by_node[np.arange(count) * max(size, count) // count % size].tolist(), shard_of
+
+
+def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[list[int]], list[Any] | None]:
+    """Return the writers, `Manifest.own`, and the bytes of the shard that this rank writes; None if it writes none.
+
+    Collective.  The ranks have agreed on the items that are saved once.  They expect one more agreement: a rank that
+    has no memory for its part tells the other ranks.
+
+    Raises:
+        OptionError: on every rank, for more plain values of a rank than `restore` accepts.
+    """
+    me, size = communicator.rank, communicator.size
+    call.expect_more()
+    own, sizes = _own(state, call.where)
+    call.agree("take what each rank has")
+    table = np.zeros((size, len(sizes)), np.int64)
+    if own:
+        communicator.allgatherv(np.array(sizes, np.int64), [len(sizes)] * size, table)
+    lengths, items = table[:, 1], state.items
+    once = sum(state.arrays[path].nbytes for path, item in items.items() if item.is_array and item.copies == ONE)
+    own_bytes = int(lengths.sum())
+    count = count_of_writers(communicator.node_of, once + own_bytes, own_bytes)
+    writers, shard_of = places(communicator.node_of, count)
+    call.expect_more()
+    blocks = {me: own} if own else {}
+    if own and count < size:
+        writer_of = np.array(writers)[shard_of]
+        is_sent, is_here = writer_of[me] != me, (writer_of == me) & (np.arange(size) != me)
+        outgoing = np.concatenate(own) if is_sent else np.empty(0, np.uint8)
+        taken = np.where(is_here, lengths, 0)
+        received = np.empty(int(taken.sum()), np.uint8)
+        call.agree("gather what each rank has")
+        counts = np.where(np.arange(size) == writer_of[me], outgoing.size, 0)
+        communicator.alltoallv(outgoing, counts.tolist(), received, taken.tolist())
+        call.expect_more()
+        others = np.split(received, np.cumsum(taken[is_here])[:-1])
+        blocks |= {rank: [block] for rank, block in zip(np.flatnonzero(is_here).tolist(), others, strict=False)}
+    own_table = np.column_stack([shard_of, table]).T.tolist() if own else []
+    if me not in writers:
+        return writers, own_table, None
+    arrays = {}
+    for path, (begin, stop) in shares(items, count)[writers.index(me)].items():
+        array = state.arrays[path]
+        is_whole = stop - begin == items[path].elements
+        arrays[path] = host_array(array if is_whole else array.reshape(-1)[begin:stop])
+    return writers, own_table, pieces_of(dict(sorted(blocks.items())), arrays)
+
+
+def _own(state: State, where: str) -> tuple[list[Array], list[int]]:
+    """Return the bytes of this rank's data, and their numbers in `Manifest.own`; nothing if no rank has any."""
+    items = {path: item for path, item in state.items.items() if item.is_of_each_rank}
+    values = {
+        path: state.arrays[path].shape if item.is_array else state.values[path]
+        for path, item in items.items()
+        if item.has_lines
+    }
+    if not items:
+        return [], [0, 0]
+    pieces = [raw(host_array(state.arrays[path])) for path in by_width(items)]
+    line = dumps(values, where)
+    line += b" " * (-(len(line) + sum(piece.size for piece in pieces)) % ALIGNMENT)
+    pieces.append(np.frombuffer(line, np.uint8))
+    rows = [len(state.arrays[path]) for path, item in items.items() if item.copies == ROWS]
+    return pieces, [len(line), sum(piece.size for piece in pieces), *rows]
 
 
 # ------------------------------------------------------------------------------------------- the end of the program

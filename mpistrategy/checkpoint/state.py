@@ -22,9 +22,8 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign, library_of
 from mpistrategy.checkpoint.generators import GENERATORS, state_of
 from mpistrategy.checkpoint.rows import Rows
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item
+from mpistrategy.checkpoint.storage.format import DEEPEST, ONE, OWN, ROWS, Item, dtype_text
 from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, below, to_json
-from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.kept import Kept, Leaf, is_stateful
@@ -33,8 +32,6 @@ from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable
 
-#: The most levels of objects.
-DEEPEST = 100
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, ms.Rows, numbers, strings, random generators, "
     "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "

@@ -27,9 +27,9 @@ PROGRAM = """
 import sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint import saving
 
-collecting.BYTES_A_WRITER = 1  # each rank writes a part
+saving.BYTES_A_WRITER = 1  # each rank writes a part
 strategy = ms.MirroredStrategy()
 with strategy.scope():
     x = ms.Variable(np.zeros(2000))

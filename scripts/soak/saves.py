@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint import saving
 from mpistrategy.checkpoint.storage import files
 from mpistrategy.testing import run_replicas
 
@@ -133,7 +133,7 @@ def soak(options: argparse.Namespace) -> bool:
             synced.mkdir()
             disk = Disk(folder, synced)
             # Each rank writes a part, as of large checkpoints; or one rank writes all.
-            collecting.BYTES_A_WRITER = collecting.BYTES_A_PART = dice.choice((1, 2**26))
+            saving.BYTES_A_WRITER = dice.choice((1, 2**26))
             job = partial(run_replicas, partial(program, kind, folder, new), ranks)
             ended = saved_by_child(disk, job, dice.randint(1, MOST_CHANGES))
             if way != "killed":

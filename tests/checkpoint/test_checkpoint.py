@@ -22,7 +22,7 @@ from replicas import RANK, SIZE, gather_texts, outcomes, same_everywhere, still_
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.collecting import plan
+from mpistrategy.checkpoint.saving import count_of_writers, places
 
 
 def checkpoint_of(strategy: ms.Strategy, **objects: Any) -> ms.Checkpoint:
@@ -65,20 +65,6 @@ def test_everything_comes_back(strategy: ms.MirroredStrategy, folder: Path, wait
     training.checkpoint.restore(folder / "a b")  # in place, into objects that have gone on
     assert training.everything() == there
     strategy.assert_mirrored()
-
-
-def test_a_snapshot_is_taken_before_save_returns(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    weights, numbers = variable(strategy, np.arange(4.0)), np.arange(3)
-    checkpoint = checkpoint_of(strategy, weights=weights, numbers=numbers, lists=[1, [2]])
-    saving = checkpoint.save(folder / "c", wait=False)
-    weights.assign(np.zeros(4))
-    numbers[:] = 0
-    checkpoint.objects["lists"][1].append(3)
-    saving.wait()
-    checkpoint.restore(folder / "c")
-    assert weights.numpy().tolist() == [0, 1, 2, 3]
-    assert numbers.tolist() == [0, 1, 2]
-    assert checkpoint.objects["lists"] == [1, [2]]
 
 
 DTYPES = [
@@ -511,24 +497,20 @@ PLANS = {
 @pytest.mark.parametrize("what", PLANS)
 def test_the_bytes_say_how_many_write(what: str) -> None:
     ranks, once, own, count, nodes = PLANS[what]
-    array: Any = np.broadcast_to(np.float32(0), once // 4)  # takes no memory
-    writers, *_ = plan([rank // 8 for rank in range(ranks)], {"a": array}, own * ranks)
-    assert (len(writers), len({rank // 8 for rank in writers})) == (count, nodes)
+    node_of = [rank // 8 for rank in range(ranks)]
+    assert count_of_writers(node_of, once + own * ranks, own * ranks) == count
+    writers, _ = places(node_of, count)
+    assert (len({*writers}), len({rank // 8 for rank in writers})) == (count, nodes)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_large_arrays_are_split(strategy: ms.MirroredStrategy, folder: Path, wait: bool) -> None:
-    arrays = {"large": np.arange(1000.0), "odd": np.arange(7), "empty": np.zeros((0, 3))}
-    before = {name: array.tolist() for name, array in arrays.items()}
-    checkpoint = checkpoint_of(strategy, **arrays)
+def test_large_arrays_are_split(strategy: ms.MirroredStrategy, folder: Path) -> None:
     with many_writers():
-        checkpoint.save(folder / "c", wait=wait).wait()
-    for array in arrays.values():
-        array[...] = 0
-    checkpoint.restore(folder / "c")
-    assert {name: array.tolist() for name, array in arrays.items()} == before
-    assert ms.Checkpoint.arrays(folder / "c")["large"].tolist() == before["large"]
-    assert min((folder / "c" / name).stat().st_size for name in shards(folder / "c")) > 8 * (1000 // SIZE)
+        checkpoint_of(strategy, large=np.arange(1000.0), odd=np.arange(7), empty=np.zeros((0, 3))).save(folder / "c")
+    arrays = ms.Checkpoint.arrays(folder / "c")
+    assert [arrays[name].tolist() for name in ("large", "odd", "empty")] == [[*range(1000)], [*range(7)], []]
+    sizes = [(folder / "c" / name).stat().st_size for name in shards(folder / "c")]
+    assert len(sizes) == SIZE
+    assert min(sizes) > 8 * (1000 // SIZE)
 
 
 # ------------------------------------------------------------------------------------------------ objects made anew

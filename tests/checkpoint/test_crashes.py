@@ -29,12 +29,12 @@ KILLS = """
 import itertools, os, signal, sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint import saving
 from mpistrategy.checkpoint.storage import files as checkpoint_files
 from mpistrategy.testing import run_replicas
 
 folder, kind = sys.argv[1:]
-collecting.BYTES_A_WRITER = 1  # both write
+saving.BYTES_A_WRITER = 1  # both write
 
 
 def program(value, save):
@@ -110,10 +110,10 @@ REAL = """
 import itertools, os, sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint import saving
 from mpistrategy.checkpoint.storage import files as checkpoint_files
 
-collecting.BYTES_A_WRITER = 1  # both write
+saving.BYTES_A_WRITER = 1  # both write
 folder, rank_to_kill, at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 strategy = ms.MirroredStrategy()
 with strategy.scope():

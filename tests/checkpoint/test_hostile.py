@@ -5,8 +5,6 @@ Nothing in them is executed, takes much memory, is followed elsewhere, or change
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import pickle
 import random
@@ -29,8 +27,7 @@ from replicas import RANK, SIZE, long_lane, outcomes, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage.manifest import NAME, VERSION, with_head
-from mpistrategy.checkpoint.storage.shards import shard_name
+from mpistrategy.checkpoint.storage.format import NAME, VERSION, shard_name, with_head
 
 one_rank = pytest.mark.one_rank
 
@@ -139,13 +136,18 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "many ranks": lambda c: c.update(ranks=10**9, shards=c["shards"] * 2),
     "more ranks": lambda c: c.update(ranks=SIZE + 1),
     "shards twice": lambda c: c.update(shards=c["shards"] * 2),
-    "a writer that is none": lambda c: c["shards"][0].__setitem__(2, SIZE),
-    "a negative writer": lambda c: c["shards"][0].__setitem__(2, -1),
-    "words for a writer": lambda c: c["shards"][0].__setitem__(2, "abc"),
+    "data of a rank in no shard": lambda c: c["own"][0].__setitem__(0, SIZE),
+    "data of a rank in a negative shard": lambda c: c["own"][0].__setitem__(0, -1),
+    "words for a shard": lambda c: c["own"][0].__setitem__(0, "abc"),
+    "other bytes of values": lambda c: c["own"][1].__setitem__(0, c["own"][1][0] - 1),
+    "more bytes of values than there are": lambda c: c["own"][1].__setitem__(0, 2**40),
+    "more bytes of a rank": lambda c: c["own"][2].__setitem__(0, c["own"][2][0] + 8),
+    "rows of nothing": lambda c: c["own"].append(c["own"][0]),
+    "no data of ranks": lambda c: c.update(own=[]),
     "words for ranks": lambda c: c.update(ranks="1"),
     "no shards": lambda c: c.update(shards=[]),
-    "a huge shard": lambda c: c.update(shards=[[2**60, "0" * 32, 0]]),
-    "a path for a checksum": lambda c: c.update(shards=[[10, "../../etc/passwd", 0]]),
+    "a huge shard": lambda c: c.update(shards=[[2**60, "0" * 32]]),
+    "a path for a checksum": lambda c: c.update(shards=[[10, "../../etc/passwd"]]),
     "items that are none": lambda c: c.update(items=[1, 2]),
     "an item of numbers": lambda c: c["items"].update(x=5),
     "a shape that overflows": lambda c: item(c, "x", 3, [2**40, 2**40]),
@@ -154,16 +156,12 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "too many axes": lambda c: item(c, "empty", 3, [0] + [2] * 64),
     "a dtype of objects": lambda c: item(c, "x", 2, "|O"),
     "a dtype that is none": lambda c: item(c, "x", 2, "os.system"),
-    "a shard that is none": lambda c: item(c, "x", 4, [10**6]),
     "another way of copying": lambda c: item(c, "x", 1, "product"),
-    "no values": lambda c: item(c, "plain", 6, []),
+    "no values": lambda c: item(c, "plain", 5, []),
     "a shape of a value": lambda c: item(c, "plain", 3, ["x"]),
     "an item of nothing": lambda c: c["items"].update({"none/x": c["items"]["x"]}),
     "values of a rank": lambda c: item(c, "plain", 1, "own"),
-    "shards without end": lambda c: item(c, "x", 4, [0] * 10**6),
-    "no shard": lambda c: item(c, "x", 4, []),
-    "a negative shard": lambda c: item(c, "x", 4, [-1]),
-    "words that are to be added": lambda c: c["items"]["x"].__setitem__(slice(1, 5), ["SUM", "<U6", [1], []]),
+    "words that are to be added": lambda c: c["items"]["x"].__setitem__(slice(1, 4), ["SUM", "<U6", [1]]),
     "a version that is long": lambda c: c.update(written_by="x" * 1000),
 }
 
@@ -176,10 +174,10 @@ def test_manifests_that_lie(saved: Saved, lie: str) -> None:
 MISFITS: dict[str, Callable[[Any], Any]] = {
     "an unknown kind": lambda c: item(c, "x", 0, "of"),
     "a kind that is a method's name": lambda c: item(c, "x", 0, "restore_of"),
-    "a list of very many": lambda c: item(c, "kept", 5, 10**15),
-    "a list of words": lambda c: item(c, "kept", 5, "many"),
-    "a random state of another": lambda c: item(c, "rng", 6, [{"dict": [["bit_generator", "os"]]}]),
-    "a value of an unknown kind": lambda c: item(c, "plain", 6, [{"pickle": "cos"}]),
+    "a list of very many": lambda c: item(c, "kept", 4, 10**15),
+    "a list of words": lambda c: item(c, "kept", 4, "many"),
+    "a random state of another": lambda c: item(c, "rng", 5, [{"dict": [["bit_generator", "os"]]}]),
+    "a value of an unknown kind": lambda c: item(c, "plain", 5, [{"pickle": "cos"}]),
     "a variable for a list": lambda c: item(c, "plain", 0, "variable"),
     "an array for a list": lambda c: item(c, "plain", 0, "array"),
     "an optimizer for a list": lambda c: item(c, "plain", 0, "optimizer"),
@@ -223,30 +221,6 @@ def test_random_changes(tmp_path: Path, partial: bool, count: int) -> None:
     assert 0 < figures.fine < figures.read
 
 
-@pytest.mark.slow
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("partial", [False, True])
-def test_random_changes_on_all_ranks(strategy: ms.MirroredStrategy, folder: Path, partial: bool) -> None:
-    """Every rank says the same, and goes on."""
-    dice = random.Random(11)
-    program = hostile.Program(strategy)
-    program.checkpoint.save(folder / "c")
-    for number in range(part_of(90)):
-        path, way = folder / f"{number}", ""
-        if RANK == 0:
-            shutil.copytree(folder / "c", path)
-            way = hostile.mutate_checkpoint(path, dice)
-        strategy.barrier("mutated")
-        found = outcomes(functools.partial(program.checkpoint.restore, path, partial=partial))
-        kinds = {outcome.error for outcome in found}
-        assert len(kinds) == 1, (way, found)
-        assert kinds == {None} or issubclass(next(iter(kinds)), ms.errors.MpiStrategyError), (way, found[0].text)
-        strategy.barrier("read")
-        if kinds == {None}:
-            program.check()
-            program = hostile.Program(strategy)
-
-
 @one_rank
 def test_what_a_checkpoint_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
     program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
@@ -255,7 +229,7 @@ def test_what_a_checkpoint_says_does_not_steer_the_terminal(tmp_path: Path) -> N
 
     def lie(content: Any) -> None:
         content |= {"layout": {f"{steer}key": [{"x": steer}, 1.5, None]}, "written_by": "1\x1b[2J"}
-        content["items"][f"{steer}name"] = content["items"]["words"]
+        content["items"][f"{steer}name"] = content["items"]["progress/step"]
 
     rewritten(tmp_path / "c", lie)
     with pytest.raises(ms.errors.CheckpointMismatchError) as caught:
@@ -269,31 +243,16 @@ def test_what_a_checkpoint_says_does_not_steer_the_terminal(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------ files of arrays
 
 
-def safetensors(header: Any, data: bytes = bytes(8)) -> bytes:
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
-def entry(dtype: Any = "F64", shape: Any = (1,), places: Any = (0, 8)) -> Any:
-    return {"x": {"dtype": dtype, "shape": shape, "data_offsets": places}}
-
-
-RIGHT = safetensors(entry())
-HEADERS: list[Any] = [
-    [], 5, {"x": 5}, entry(places=[0, 9]), entry(places=[8, 0]), entry(dtype=5), entry(shape=[-1]), entry(shape=[True]),
-    entry(shape="x"), entry(places=[0]), entry(shape=[1] * 65), entry(places=[4, 8]), entry(places=[0, 4]),
-    entry() | {"b": entry()["x"]},
-]  # fmt: skip
-LENGTHS = [n.to_bytes(8, "little") + RIGHT[8:] for n in (2**63, 10**8 + 1, len(RIGHT) - 14, len(RIGHT) - 17)]
-GAP = safetensors(entry(places=[16, 24]), bytes(24))
+RIGHT = (2).to_bytes(8, "little") + b"{}" + bytes(8)
+LENGTHS = [n.to_bytes(8, "little") + RIGHT[8:] for n in (2**63, 10**8, 3, 1, 0)]
 
 
 @one_rank
 def test_shards_that_lie(tmp_path: Path) -> None:
-    """With a checksum that is right."""
+    """With a checksum that is right.  What a header says of arrays is not read."""
     with ms.OneDeviceStrategy("CPU:0").scope():
-        ms.Checkpoint(x=np.zeros(1)).save(tmp_path / "c")
-    for data in (RIGHT, GAP, *map(safetensors, HEADERS), *LENGTHS, pickle.dumps(Bomb()), b"", b"\0" * 8):
+        ms.Checkpoint(x=np.ones(1)).save(tmp_path / "c")
+    for data in (RIGHT, *LENGTHS, pickle.dumps(Bomb()), b"", b"\0" * 8, RIGHT[:-1], RIGHT + b"\0"):
         (tmp_path / "c" / shard_name(0)).write_bytes(data)
         hostile.sign(tmp_path / "c", hostile.body_of(tmp_path / "c"))
         with pytest.raises(errors.CheckpointDamagedError) if data != RIGHT else nullcontext():
@@ -337,12 +296,6 @@ def bigger_shard(path: Path) -> None:
     os.truncate(path / shard_name(0), 40 * GIB)
 
 
-def large_header(path: Path) -> None:
-    """Make a shard that is a header of lists, with a checksum that is right."""
-    (path / shard_name(0)).write_bytes(len(LISTS).to_bytes(8, "little") + LISTS)
-    hostile.sign(path, hostile.body_of(path))
-
-
 #: What damages a checkpoint, and a word of what is said.
 LARGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a manifest of 64 MiB of lists": (lambda p: (p / NAME).write_bytes(with_head(LISTS)), "Damaged"),
@@ -351,11 +304,10 @@ LARGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a manifest of 200 MB": (lambda p: (p / NAME).write_bytes(with_head(b'"%s"' % (b"x" * 2 * 10**8))), "Damaged"),
     "a sparse manifest": (lambda p: os.truncate(p / NAME, 40 * GIB), "Damaged"),
-    "a header of 64 MiB of lists": (large_header, "Damaged"),
     "a sparse shard": (lambda p: os.truncate(p / shard_name(0), 40 * GIB), "Damaged"),
     "a shard that is as large as it should be": (bigger_shard, "Damaged"),
     "a shape of 2^45 numbers": (lambda p: rewritten(p, lambda c: item(c, "progress/kept", 3, [2**42])), "Damaged"),
-    "a list of very many": (lambda p: rewritten(p, lambda c: item(c, "nest/x", 5, 10**15)), "Checkpoint"),
+    "a list of very many": (lambda p: rewritten(p, lambda c: item(c, "nest/x", 4, 10**15)), "Checkpoint"),
 }  # fmt: skip
 #: These take seconds of a core; smaller ones of their kinds are tried in the short lane, too.
 SLOW = ("a manifest of 200 MB", "a manifest of 64 MiB of lists")
@@ -418,9 +370,9 @@ def test_a_generator_that_points_elsewhere(tmp_path: Path, kind: str, name: str,
     checkpoint.save(tmp_path / "c")
     content = hostile.body_of(tmp_path / "c")
     if value is None:  # NumPy takes a tuple, too
-        item(content, "rng", 6, [{"tuple": ["MT19937", [1] * 624, 10**8]}])
+        item(content, "rng", 5, [{"tuple": ["MT19937", [1] * 624, 10**8]}])
     else:
-        change_number(content["items"]["rng"][6][0], name, value)
+        change_number(content["items"]["rng"][5][0], name, value)
     hostile.write_body(tmp_path / "c", content)
     with pytest.raises(errors.CheckpointMismatchError, match=name):
         checkpoint.restore(tmp_path / "c")

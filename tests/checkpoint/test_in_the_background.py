@@ -35,11 +35,11 @@ ENDS = """
 import os, signal, sys, threading, time
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint import saving
 from mpistrategy.checkpoint.storage import files as checkpoint_files
 
 folder, end = sys.argv[1:]
-collecting.BYTES_A_WRITER = 1
+saving.BYTES_A_WRITER = 1
 strategy = ms.MirroredStrategy()
 
 
@@ -94,18 +94,23 @@ def test_it_comes_into_place_without_a_further_call(strategy: ms.MirroredStrateg
     manager.close()
 
 
-def test_it_does_not_keep_the_arrays_of_the_program(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    """Of JAX, each step makes a new one, on the GPU."""
+def test_a_copy_is_taken_before_save_returns(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    """And the arrays of the program are not kept: of JAX, each step makes a new one, on the GPU."""
     arrays = [np.ones(5)]
     seen = weakref.ref(arrays[0])
     with strategy.scope():
-        checkpoint = ms.Checkpoint(x=lambda: arrays[0])
+        weights = ms.Variable(np.ones(5))
+        checkpoint = ms.Checkpoint(x=lambda: arrays[0], weights=weights, lists=[1, [2]])
     saving = checkpoint.save(folder / "c", wait=False)
+    weights.assign(np.zeros(5))
+    checkpoint.objects["lists"][1].append(3)
     arrays.clear()
     gc.collect()
     assert seen() is None
     saving.wait()
-    assert ms.Checkpoint.arrays(saving.path)["x"].tolist() == [1.0] * 5
+    arrays.append(np.zeros(5))
+    checkpoint.restore(folder / "c")
+    assert [*arrays[0], *weights.numpy(), *checkpoint.objects["lists"]] == [1.0] * 11 + [[2]]
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close"])

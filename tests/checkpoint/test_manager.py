@@ -16,8 +16,7 @@ from replicas import RANK, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage.manifest import NAME
-from mpistrategy.checkpoint.storage.shards import shard_name
+from mpistrategy.checkpoint.storage.format import NAME, shard_name
 
 
 @pytest.fixture

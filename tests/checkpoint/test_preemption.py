@@ -405,6 +405,7 @@ def test_calls_in_a_step_function(
     assert repr(handler).startswith("<PreemptionCheckpointHandler after 0 steps, of <CheckpointManager of ")
 
 
+@pytest.mark.one_rank
 def test_simulated_replicas(tmp_path: Path) -> None:
     before = signal.getsignal(USR2)
 
@@ -423,10 +424,9 @@ def test_simulated_replicas(tmp_path: Path) -> None:
             handler.checkpoint_manager.close()
         return first, handler.total_run_calls
 
-    if SIZE == 1:
-        assert run_replicas(program, 3) == [(0, 3)] * 3
-        assert run_replicas(program, 3) == [(3, 6)] * 3
-        assert signal.getsignal(USR2) == before
+    assert run_replicas(program, 3) == [(0, 3)] * 3
+    assert run_replicas(program, 3) == [(3, 6)] * 3
+    assert signal.getsignal(USR2) == before
 
 
 # ------------------------------------------------------------------------------------------------ whole jobs

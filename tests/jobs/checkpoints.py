@@ -12,7 +12,7 @@ import numpy as np
 from replicas import gather_texts
 
 import mpistrategy as ms
-from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint import saving
 from mpistrategy.checkpoint.storage import files
 
 
@@ -69,13 +69,13 @@ def held(change: str = "fsync", is_held: threading.Event | None = None) -> Itera
 
 @contextmanager
 def many_writers() -> Iterator[None]:
-    """Have each rank write a shard, whatever there is to write, and split what can be split."""
-    before = collecting.BYTES_A_WRITER, collecting.BYTES_A_PART
-    collecting.BYTES_A_WRITER = collecting.BYTES_A_PART = 1
+    """Have each rank write a shard, whatever there is to write."""
+    before = saving.BYTES_A_WRITER
+    saving.BYTES_A_WRITER = 1
     try:
         yield
     finally:
-        collecting.BYTES_A_WRITER, collecting.BYTES_A_PART = before
+        saving.BYTES_A_WRITER = before
 
 
 class Counting:

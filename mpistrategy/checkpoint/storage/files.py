@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
@@ -109,17 +108,9 @@ def _before(operation: str, name: str) -> None:
 
 
 def change(do: Callable[..., object], *paths: str) -> None:
-    """Remove or rename what is at some paths.  A new name must be free, or an empty folder."""
+    """Make, remove or rename what is at some paths.  A new name must be free, or an empty folder."""
     _before(do.__name__, " -> ".join(map(os.path.basename, paths)))
     do(*paths)
-
-
-def new_folder(prefix: str) -> str:
-    """Make a folder, whose path begins with `prefix` and is unique; return its path."""
-    path = f"{prefix}{secrets.token_hex(8)}"
-    _before("mkdir", os.path.basename(path))
-    own_files.make_folder(path)
-    return path
 
 
 def write(path: str, pieces: Iterable[Any]) -> tuple[int, str]:
@@ -242,10 +233,10 @@ def is_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
 
 
-def foreign(folder: str) -> str:
-    """Return the name of something in a folder that no checkpoint has; "" if there is nothing else."""
-    names = sorted(os.listdir(folder))
-    return next((name for name in names if not _FILES.fullmatch(name) or is_folder(os.path.join(folder, name))), "")
+def is_ours(folder: str) -> bool:
+    """Return whether there is a folder, and not a link to one, with nothing in it but the files of a checkpoint."""
+    names = os.listdir(folder) if is_folder(folder) else ["not a folder"]
+    return all(_FILES.fullmatch(name) and not is_folder(os.path.join(folder, name)) for name in names)
 
 
 def remove(folder: str) -> None:
@@ -256,7 +247,7 @@ def remove(folder: str) -> None:
     Raises:
         OSError: if it cannot be removed.
     """
-    if is_folder(folder) and not foreign(folder):
+    if is_ours(folder):
         for name in sorted(os.listdir(folder)):  # manifest.json comes before the shards
             change(os.unlink, os.path.join(folder, name))
         change(os.rmdir, folder)
@@ -271,9 +262,10 @@ def sweep(folder: str, names: re.Pattern[str]) -> str:
     for name in filter(names.fullmatch, sorted(os.listdir(folder))):
         path = os.path.join(folder, name)
         try:
-            with contextlib.closing(Lock(path)) as lock:
-                if lock.is_held:
-                    remove(path)
+            if is_ours(path):
+                with contextlib.closing(Lock(path)) as lock:
+                    if lock.is_held:
+                        remove(path)
         except OSError as error:
             locked = name if isinstance(error, BlockingIOError) else locked
     return locked

@@ -1,0 +1,474 @@
+"""The format of a checkpoint: a manifest, and shards with the arrays.
+
+The manifest is one JSON object on two lines.  The first line has the format and the checksum of the second line, which
+has the rest: the items, the sizes and checksums of the shards, and which bytes belong to which array.  It is written
+last, when all else is complete.  Everything is checked before it is used.  Names of files are made from numbers, so
+that a forged manifest cannot name other files.
+
+The shards are files in the format safetensors, which many programs read: eight bytes have the length of a JSON header;
+the header has the dtype, shape and offsets of each array; the bytes of the arrays follow.  The header is for other
+programs.  An array of a dtype that safetensors does not have is stored as bytes.
+
+A shard has the data of some ranks, each as one entry, `_rank N`: arrays, and a line of JSON.  After them it has its
+part of the arrays that are saved once.  These lie one after the other, those of the widest dtypes first, and each shard
+has an equal part of their bytes, up to whole elements.
+
+A file may be forged: sizes are checked before memory is allocated for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.checkpoint.storage.files import PIECE_BYTES, checksum_of, damaged, is_ours, moves_on, opened
+from mpistrategy.errors import CheckpointDamagedError, CheckpointError, DTypeError, OptionError
+from mpistrategy.objects.text import printable
+
+NAME = "manifest.json"
+VERSION = 1
+#: How copies are saved: one for all ranks; one for each rank; rows of a global array, some on each rank; one for each
+#: rank, combined on another number of ranks.
+ONE, OWN, ROWS = "one", "own", "rows"
+COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
+MOST_RANKS = 1_000_000
+#: The most levels of objects.
+DEEPEST = 100
+_LONGEST_VERSION = 100
+_HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
+_LONGEST_HEAD = 200
+_BODY, _END = b'"body":', b"}\n"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of arrays.
+
+    Attributes:
+        nbytes: its size in bytes.
+        checksum: of all its bytes.
+    """
+
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of a checkpoint: an array, a value, or an object that only holds other items.
+
+    Attributes:
+        kind: a word of `mpistrategy.checkpoint.state`; `Kept._kept_as` of this package's own objects.
+        copies: `ONE`, `OWN`, `ROWS` or one of `COMBINED`; "" for an object that only holds other items.
+        dtype: of an array.
+        shape: of an array; where each rank has its own array, of rank 0's: the first axis of rows, and all of `OWN`,
+            may differ between the ranks.
+        keys: of the items below it; None for positions.
+        values: a tuple of the value, if it was saved once; else empty.
+    """
+
+    kind: str
+    copies: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    keys: Any = None
+    values: tuple[Any, ...] = ()
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array, in the shards."""
+        return self.dtype != ""
+
+    @property
+    def is_of_each_rank(self) -> bool:
+        """Whether each rank has its own array or value."""
+        return self.copies not in ("", ONE)
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether each rank has a value, or an array whose shape may differ between the ranks."""
+        return self.copies in (OWN, ROWS)
+
+    @property
+    def elements(self) -> int:
+        """How many elements an array of `shape` has."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return dtype_of(self.dtype).itemsize
+
+
+def by_width(items: Mapping[str, Item]) -> list[str]:
+    """Return the paths of the arrays among some items, those of the widest dtypes first."""
+    return sorted((path for path, item in items.items() if item.is_array), key=lambda path: -items[path].itemsize)
+
+
+def shares(items: Mapping[str, Item], count: int) -> list[dict[str, tuple[int, int]]]:
+    """Return what each of so many shards has of the arrays that are saved once.
+
+    For each array in the shard: its first element, and the element after its last one.
+    """
+    once = {path: item for path, item in items.items() if item.copies == ONE}
+    paths = by_width(once)
+    total = sum(once[path].elements * once[path].itemsize for path in paths)
+    found: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
+    number = position = 0  # the shard, and the first byte of the array among those of all arrays
+    for path in paths:
+        begin, elements, itemsize = 0, once[path].elements, once[path].itemsize
+        while position + elements * itemsize > (end := total * (number + 1) // count):
+            if (stop := (end - position) // itemsize) > begin:
+                found[number][path] = begin, stop
+                begin = stop
+            number += 1
+        found[number][path] = begin, elements
+        position += elements * itemsize
+    return found
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint.
+
+    Attributes:
+        ranks: how many ranks saved it.
+        shards: its files.
+        items: the items, by path.
+        own: of each rank's data, a list over the ranks: the shard that has them, how many bytes their values and all
+            together have, and the number of rows of each `ROWS`.  Empty without per-rank data.
+        layout: `Strategy.layout()` of the job that wrote it.
+        written_by: the version of this package.
+    """
+
+    ranks: int
+    shards: tuple[Shard, ...]
+    items: dict[str, Item]
+    own: list[list[int]] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+    written_by: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the objects."""
+        return [path for path in self.items if "/" not in path]
+
+    @property
+    def of_each_rank(self) -> dict[str, Item]:
+        """The arrays and values that differ between the ranks."""
+        return {path: item for path, item in self.items.items() if item.is_of_each_rank}
+
+    @property
+    def rows(self) -> list[str]:
+        """The paths of the rows of global arrays."""
+        return [path for path, item in self.items.items() if item.copies == ROWS]
+
+    def text(self, where: str) -> bytes:
+        """Return the bytes of the file; raise OptionError for more names and plain values than `parse` accepts."""
+        body = {
+            "ranks": self.ranks,
+            "shards": [[*vars(shard).values()] for shard in self.shards],
+            "items": {path: [*vars(item).values()] for path, item in self.items.items()},
+            "own": self.own,
+            "layout": self.layout,
+            "written_by": self.written_by,
+        }
+        return with_head(dumps(body, where))
+
+
+def with_head(body: bytes) -> bytes:
+    """Return the bytes of a manifest with this JSON."""
+    inner = _BODY + body + _END
+    checksum = checksum_of(inner).hexdigest()
+    return f'{{"format":"mpistrategy checkpoint","version":{VERSION},"checksum":"{checksum}",\n'.encode() + inner
+
+
+def is_checkpoint(folder: str) -> bool:
+    """Return whether a folder has a manifest of this package's, of any version, and no files but a checkpoint's."""
+    with suppress(CheckpointError, OSError):
+        if is_ours(folder):
+            with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+                return _HEAD.match(file.read(_LONGEST_HEAD)) is not None
+    return False
+
+
+def read_text(folder: str) -> bytes:
+    """Return the bytes of the manifest in a folder; CheckpointDamagedError if there is none."""
+    with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+        return file.read()
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Return a manifest from its bytes.
+
+    Raises:
+        CheckpointDamagedError: for bytes that `Manifest.text` does not return.
+    """
+    head = _HEAD.match(data)
+    if head is None:
+        raise damaged(where, "a manifest of another format, or a damaged one")
+    version = int(head[1])
+    if version != VERSION:
+        raise damaged(where, f"format version {version} (this is {VERSION}; another mpistrategy wrote it)")
+    inner = data[head.end() :]
+    if checksum_of(inner).hexdigest().encode() != head[2] or not (inner.startswith(_BODY) and inner.endswith(_END)):
+        raise damaged(where, "a manifest with another checksum than it was written with")
+    body = loads(inner[len(_BODY) : -len(_END)], where)
+    try:
+        return _manifest(**body)
+    except CheckpointDamagedError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        raise damaged(where, f"a manifest that contradicts itself ({str(error)[:80]})") from error
+
+
+def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, written_by: Any) -> Manifest:
+    _require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
+    for nbytes, checksum in shards:
+        _require(_is_count(nbytes, MOST_BYTES) and re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "shards")
+    checked: dict[str, Item] = {}
+    for path, packed in items.items():
+        _require(not path.startswith("_") and ("/" not in path or path.rpartition("/")[0] in checked), "paths")
+        _require(path.count("/") <= DEEPEST, "levels")
+        checked[path] = _item(*packed)
+    _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
+    files = tuple(Shard(*packed) for packed in shards)
+    manifest = Manifest(ranks, files, checked, own, layout, printable(written_by, ""))
+    _require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
+    for column in own:
+        _require(len(column) == ranks and all(_is_count(number, MOST_BYTES) for number in column), "data of a rank")
+    _require(all(number < len(shards) for number in own[0]) if own else True, "data in no shard")
+    return manifest
+
+
+def _item(kind: Any, copies: Any, dtype: Any, shape: Any, keys: Any, values: Any) -> Item:
+    """Return the item of these values."""
+    _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
+    _require(keys is None or type(keys) is list, "keys")
+    _require((kind == ROWS) == (copies == ROWS), "rows")
+    if dtype:
+        elements = dtype_of(dtype)
+        _require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
+        _require(copies not in COMBINED or elements.kind not in "mMSU", "copies")
+        _require(copies != ROWS or bool(shape), "rows")
+    else:
+        _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not shape, "values")
+    return Item(kind, copies, dtype, tuple(shape), keys, tuple(values))
+
+
+def _is_count(number: Any, most: int) -> bool:
+    return type(number) is int and 0 <= number <= most
+
+
+def _require(holds: bool, subject: str) -> None:
+    if not holds:
+        raise ValueError(subject)
+
+
+# ------------------------------------------------------------------------------------------------ shards
+
+#: The largest array, in bytes, and the most axes of a NumPy array.
+MOST_BYTES, MOST_AXES = 2**46, 32 if np.__version__.startswith("1.") else 64
+#: The longest JSON text (a header or a manifest) in bytes.
+LONGEST_TEXT = 2**26
+#: NumPy's names of dtypes.  NumPy would also accept whole structures.
+_NUMPYS = re.compile(r"[<|](?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,8}\])?)")
+#: The names of dtypes in safetensors.
+NAMES = {
+    "|b1": "BOOL",
+    "|u1": "U8",
+    "|i1": "I8",
+    "<u2": "U16",
+    "<i2": "I16",
+    "<f2": "F16",
+    "bfloat16": "BF16",
+    "<u4": "U32",
+    "<i4": "I32",
+    "<f4": "F32",
+    "<u8": "U64",
+    "<i8": "I64",
+    "<f8": "F64",
+    "<c8": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_LENGTH_BYTES = 8
+#: The arrays begin at a multiple of this.  Arrays of the widest dtypes come first, so that each array is aligned.
+ALIGNMENT = 64
+
+
+def shard_name(number: int) -> str:
+    """Return the name of a shard."""
+    return f"shard-{number:05}.safetensors"
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def raw(array: Array) -> Array:
+    """Return the bytes of an array, little-endian."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+
+
+def pieces_of(owns: Mapping[int, list[Array]], arrays: Mapping[str, Array]) -> list[Any]:
+    """Return the bytes of a shard, in pieces.
+
+    Args:
+        owns: the bytes of the data of some ranks, in pieces.
+        arrays: by name.
+    """
+    entries: list[tuple[str, str, Sequence[int] | None, list[Array]]] = [
+        (f"_rank {rank}", "U8", None, pieces) for rank, pieces in owns.items()
+    ]
+    for path, array in arrays.items():
+        name = NAMES.get(dtype_text(array.dtype, path))
+        entries.append((path, name or "U8", array.shape if name else None, [raw(array)]))
+    header: dict[str, Any] = {"__metadata__": {"format": "mpistrategy"}}
+    start = 0
+    for path, name, shape, pieces in entries:
+        stop = start + sum(piece.size for piece in pieces)
+        places = [start, stop]
+        header[path] = {"dtype": name, "shape": [stop - start] if shape is None else shape, "data_offsets": places}
+        start = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return [head, *(piece for *_, pieces in entries for piece in pieces)]
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def read_shard(path: str, nbytes: int, checksum: str, entries: Sequence[tuple[str, int, bool]]) -> dict[str, Array]:
+    """Read a shard whole, once.
+
+    Args:
+        path: the file.
+        nbytes, checksum: its size and its checksum, as the manifest says.
+        entries: what is in it after the header: a name, how many bytes, and whether to return them.  Other bytes take
+            no memory.
+
+    Returns:
+        The bytes by name.
+
+    Raises:
+        CheckpointDamagedError: for another size or checksum, and for other sizes of what is in it.
+        OSError, MemoryError: if it cannot be read.
+    """
+    contents: dict[str, Array] = {}
+    with opened(path, nbytes, nbytes) as file:
+        head = file.read(_LENGTH_BYTES)
+        length, running_checksum = int.from_bytes(head, "little"), checksum_of(head)
+        if _LENGTH_BYTES + length + sum(size for _, size, _ in entries) != nbytes:
+            raise damaged(path, f"a header of {length} bytes in {nbytes}, which do not leave what the manifest names")
+        for name, size, is_kept in [("", length, False), *entries]:
+            data = np.empty(size if is_kept else min(size, PIECE_BYTES), np.uint8)
+            for first in range(0, size, PIECE_BYTES):
+                part = data[first : first + PIECE_BYTES] if is_kept else data[: size - first]
+                if file.readinto(part.data) != part.size:  # type: ignore[attr-defined]
+                    raise damaged(path, "a file that ends too early")
+                running_checksum.update(part)
+                moves_on()
+            if is_kept:
+                contents[name] = data
+    if running_checksum.hexdigest() != checksum:
+        raise damaged(path, "a file with another checksum than it was written with")
+    return contents
+
+
+def as_array(data: Array, dtype: str, shape: Sequence[int]) -> Array:
+    """Return an array of these bytes in native byte order, not copied where that can be."""
+    kind = dtype_of(dtype)
+    return data.view(kind.newbyteorder("<")).reshape(shape).astype(kind, copy=False)
+
+
+# ------------------------------------------------------------------------------------------------ JSON text
+
+
+def loads(data: bytes, where: str) -> Any:
+    """Return parsed JSON; CheckpointDamagedError if it is invalid, too deep or too large."""
+    if not _can_be_read(data):
+        raise damaged(where, f"{len(data)} bytes of names and plain values, which is too much")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise damaged(where, f"no JSON ({str(error)[:80]})") from error
+
+
+def dumps(value: Any, where: str) -> bytes:
+    """Return JSON; raise OptionError for a text that `loads` would refuse as too large."""
+    text = json.dumps(value, separators=(",", ":")).encode()
+    if not _can_be_read(text):
+        raise OptionError.at(
+            where,
+            found=f"{len(text)} bytes of names and plain values",
+            expected="less, to be read again",
+            fix="Keep long lists of numbers in arrays.",
+        )
+    return text
+
+
+def _can_be_read(text: bytes) -> bool:
+    """Return whether a JSON text is not too long.
+
+    Parsed, it must not take more than a constant and 8 times its length: an empty list is two bytes of text, and 88 of
+    memory.
+    """
+    memory = 256 * text.count(b"{") + 88 * text.count(b"[") + 64 * text.count(b",")
+    return len(text) <= LONGEST_TEXT and memory <= 2**26 + 8 * len(text)
+
+
+# ------------------------------------------------------------------------------------------------ dtypes
+
+
+def dtype_text(dtype: np.dtype[Any], where: str) -> str:
+    """Return the name of a dtype in a manifest: ``<f8``, ``|b1``, ``bfloat16``; little-endian whatever the machine.
+
+    Raises:
+        DTypeError: for objects, structures and other dtypes that have no such name.
+    """
+    if dtype.kind in "biufcmMSU":
+        return dtype.newbyteorder("<").str
+    if dtype.type.__module__ == "ml_dtypes":
+        return dtype.name
+    raise DTypeError.at(where, found=f"an array of dtype {dtype}", expected="numbers, bools, strings or times")
+
+
+def dtype_of(text: Any) -> np.dtype[Any]:
+    """Return the dtype of a name, in native byte order.
+
+    Raises:
+        CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown name.
+    """
+    try:
+        name = text if _NUMPYS.fullmatch(text) else getattr(importlib.import_module("ml_dtypes"), text)
+        dtype: np.dtype[Any] = np.dtype(name)
+        if dtype_text(dtype, "") == text and dtype.itemsize:
+            return dtype.newbyteorder("=")
+    except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
+        pass
+    raise damaged("a manifest", f"the dtype {reprlib.repr(text)}")
+
+
+def is_shape(shape: Any, itemsize: int) -> bool:
+    """Return whether it is the shape of an array that NumPy can make, and is not too large.
+
+    An axis of length 0 does not lift the limit for the other axes.
+    """
+    return (
+        isinstance(shape, (list, tuple))
+        and len(shape) <= MOST_AXES
+        and all(type(count) is int and 0 <= count <= MOST_BYTES for count in shape)
+        and math.prod(max(count, 1) for count in shape) * itemsize <= MOST_BYTES
+    )
