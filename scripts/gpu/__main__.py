@@ -168,7 +168,7 @@ REDUCTIONS = ("reduction/test_gpu_reductions.py",)
 #: What of files for the host needs a GPU.
 OTHERS = (
     "reduction/test_every_route.py::test_in_gpu_memory",
-    "arrays/test_arrays_values.py::test_an_array_in_gpu_memory_is_copied_to_the_host",
+    "arrays/test_array_methods.py::test_an_array_in_gpu_memory_is_copied_to_the_host",
     "input/test_first_batches.py::test_what_else_rows_may_be",
     "checkpoint/test_rows.py::test_rows_of_real_ranks",
     "cli/test_bench_gpus.py",
