@@ -247,15 +247,18 @@ class Saving(NotPickled):
         )
 
     def _looks(self, seconds: float) -> Iterator[list[str]]:
-        """Yield the names in the folder, again and again, until no file in it has grown for so many seconds.
+        """Yield the names in the folder, again and again, until no file in it has grown or moved for so many seconds.
 
         The folder is opened anew for each look: network file systems then ask the server for the names.
         """
-        pause, sizes, end = _SHORTEST_PAUSE, [-1], time.monotonic() + seconds
+        pause, end = _SHORTEST_PAUSE, time.monotonic() + seconds
+        sizes: dict[str, float] = {"": 0.0}
         while True:
             yield os.listdir(self._folder)
             if time.monotonic() > end:
-                before, sizes = sizes, sorted(entry.stat().st_size for entry in os.scandir(self._folder))
+                before, sizes = sizes, {"": end}
+                with contextlib.suppress(FileNotFoundError):  # a writer renames its shard in this moment
+                    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self._folder)}
                 if sizes == before:
                     return
                 end = time.monotonic() + seconds
