@@ -66,6 +66,8 @@ SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
 _DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.1
+#: How long a rank that misses its shard waits for rank 0 to remove the rest of the folder.
+_REMOVING_SECONDS = 5.0
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
 _STALLED_SECONDS = 60.0
 #: A checkpoint gets one writer for so many bytes.
@@ -218,8 +220,7 @@ class Saving(NotPickled):
             if rank == 0:
                 self._error = own_error
                 self._remove()
-            elif os.path.lexists(self._folder) and not isinstance(error.__cause__, FileNotFoundError):
-                # Else rank 0 has removed the folder, or does so now, after another rank's error.
+            elif self._is_kept(error):
                 self._error = own_error
                 with contextlib.suppress(OSError):
                     files.write(os.path.join(self._folder, f"{_FAILED}{rank}"), [])
@@ -227,6 +228,13 @@ class Saving(NotPickled):
             pieces.clear()  # also what an error's traceback would hold
             self._written.set()
             self._done.set()
+
+    def _is_kept(self, error: BaseException) -> bool:
+        """Return whether there is still the folder, which rank 0 removes after another rank's error."""
+        end = time.monotonic() + (_REMOVING_SECONDS if isinstance(error.__cause__, FileNotFoundError) else 0.0)
+        while os.path.lexists(self._folder) and time.monotonic() < end:
+            time.sleep(_LONGEST_PAUSE)
+        return os.path.lexists(self._folder)
 
     def _marks(self) -> list[str]:
         """Wait until all shards are written; return their names, in order, none after a failure.
