@@ -188,8 +188,10 @@ class Reading:
             owns = [self.owns[rank] for rank in nearest[readers == me].tolist()]
             pieces = [own.data if self.same_ranks else own.line for own in owns]
             counts = np.where(readers == me, lengths, 0), np.where(np.arange(ranks.size) == readers[me], lengths[me], 0)
-            received = np.empty(int(lengths[me]), np.uint8)
-            ranks.alltoallv(np.concatenate([_NOTHING, *pieces]), counts[0].tolist(), received, counts[1].tolist())
+            outgoing, received = np.concatenate([_NOTHING, *pieces]), np.empty(int(lengths[me]), np.uint8)
+            call.agree("send what each rank had")
+            ranks.alltoallv(outgoing, counts[0].tolist(), received, counts[1].tolist())
+            call.expect_more()
         if self.same_ranks:
             own = Own(received, self.manifest, me, self.path)
             self.own_arrays, self.values = own.arrays, own.values

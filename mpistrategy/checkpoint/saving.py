@@ -66,6 +66,8 @@ SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
 _DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.1
+#: How long a rank that misses its shard waits for rank 0 to remove the rest of the folder.
+_REMOVING_SECONDS = 5.0
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
 _STALLED_SECONDS = 60.0
 #: A checkpoint gets one writer for so many bytes.
@@ -218,8 +220,7 @@ class Saving(NotPickled):
             if rank == 0:
                 self._error = own_error
                 self._remove()
-            elif os.path.lexists(self._folder) and not isinstance(error.__cause__, FileNotFoundError):
-                # Else rank 0 has removed the folder, or does so now, after another rank's error.
+            elif self._is_kept(error):
                 self._error = own_error
                 with contextlib.suppress(OSError):
                     files.write(os.path.join(self._folder, f"{_FAILED}{rank}"), [])
@@ -227,6 +228,13 @@ class Saving(NotPickled):
             pieces.clear()  # also what an error's traceback would hold
             self._written.set()
             self._done.set()
+
+    def _is_kept(self, error: BaseException) -> bool:
+        """Return whether there is still the folder, which rank 0 removes after another rank's error."""
+        end = time.monotonic() + (_REMOVING_SECONDS if isinstance(error.__cause__, FileNotFoundError) else 0.0)
+        while os.path.lexists(self._folder) and time.monotonic() < end:
+            time.sleep(_LONGEST_PAUSE)
+        return os.path.lexists(self._folder)
 
     def _marks(self) -> list[str]:
         """Wait until all shards are written; return their names, in order, none after a failure.
@@ -247,15 +255,18 @@ class Saving(NotPickled):
         )
 
     def _looks(self, seconds: float) -> Iterator[list[str]]:
-        """Yield the names in the folder, again and again, until no file in it has grown for so many seconds.
+        """Yield the names in the folder, again and again, until no file in it has grown or moved for so many seconds.
 
         The folder is opened anew for each look: network file systems then ask the server for the names.
         """
-        pause, sizes, end = _SHORTEST_PAUSE, [-1], time.monotonic() + seconds
+        pause, end = _SHORTEST_PAUSE, time.monotonic() + seconds
+        sizes: dict[str, float] = {"": 0.0}
         while True:
             yield os.listdir(self._folder)
             if time.monotonic() > end:
-                before, sizes = sizes, sorted(entry.stat().st_size for entry in os.scandir(self._folder))
+                before, sizes = sizes, {"": end}
+                with contextlib.suppress(FileNotFoundError):  # a writer renames its shard in this moment
+                    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self._folder)}
                 if sizes == before:
                     return
                 end = time.monotonic() + seconds

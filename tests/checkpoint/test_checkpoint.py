@@ -18,10 +18,11 @@ import pytest
 from checkpoints import Training, many_writers, shared_folder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, gather_texts, outcomes, same_everywhere, still_works
+from replicas import RANK, SIZE, gather_texts, outcomes, same_everywhere, several, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.checkpoint import reading
 from mpistrategy.checkpoint.saving import count_of_writers, places
 
 
@@ -511,6 +512,27 @@ def test_large_arrays_are_split(strategy: ms.MirroredStrategy, folder: Path) -> 
     sizes = [(folder / "c" / name).stat().st_size for name in shards(folder / "c")]
     assert len(sizes) == SIZE
     assert min(sizes) > 8 * (1000 // SIZE)
+
+
+class NoMemory:
+    def __array__(self, *_: object, **__: object) -> Any:
+        raise MemoryError
+
+
+@several
+def test_a_rank_without_memory_for_what_the_ranks_had(
+    strategy: ms.MirroredStrategy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoint_of(strategy, own=np.full(2, RANK))
+    checkpoint.save(folder / "c")
+    with monkeypatch.context() as patch:
+        if RANK == SIZE - 1:
+            patch.setattr(reading, "_NOTHING", NoMemory())
+        found = outcomes(checkpoint.restore, folder / "c")
+    assert [outcome.error for outcome in found] == [errors.RemoteError] * (SIZE - 1) + [Exception]
+    assert f"rank {SIZE - 1} could not make this call" in found[0].text
+    checkpoint.restore(folder / "c")
+    assert still_works(strategy)
 
 
 # ------------------------------------------------------------------------------------------------ objects made anew

@@ -205,6 +205,26 @@ def test_one_rank_fails_at_every_change(
     assert still_works(strategy)
 
 
+@pytest.mark.usefixtures("_many_writers")
+def test_a_shard_that_is_removed_by_somebody_else(
+    strategy: ms.MirroredStrategy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks raise at once: only rank 0 removes shards without a word."""
+    monkeypatch.setattr("mpistrategy.checkpoint.saving._REMOVING_SECONDS", 0.1)
+    checkpoint = ms.Checkpoint(own=RANK)
+
+    def remove(what: str, name: str) -> None:
+        if what == "rename" and name.startswith(f"shard-{SIZE - 1:05}"):
+            next(folder.glob(f".c.saving-*/{name.partition(' ')[0]}")).unlink()
+
+    with watched(remove if RANK == SIZE - 1 else lambda what, name: None):
+        found = outcomes(checkpoint.save, folder / "c")
+    assert {outcome.error for outcome in found} == {errors.CheckpointWriteError}, found[0].text
+    assert all("ENOENT" in outcome.text for outcome in found)
+    strategy.barrier("cleaned up")
+    assert os.listdir(folder) == []
+
+
 @pytest.mark.one_rank
 @pytest.mark.parametrize(("number", "fails"), [(errno.EIO, True), (errno.EINVAL, False)])
 def test_names_that_do_not_reach_the_disk(

@@ -19,6 +19,8 @@ from replicas import RANK, SIZE, gather_texts, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.checkpoint.saving import Saving
+from mpistrategy.mpi.interface.ranks import Alone
 
 Launch = Callable[..., launching.Finished]
 
@@ -162,3 +164,29 @@ def test_where_no_thread_can_be_started(
     x.assign(np.zeros(5))
     assert manager.restore() == 1
     assert x.numpy().tolist() == [1.0] * 5
+
+
+@pytest.mark.one_rank
+def test_rank_0_waits_as_long_as_shards_grow_or_get_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a shard gets its name while rank 0 looks."""
+    saving, scandir = Saving(Alone(), str(tmp_path / "c"), False, {}), os.scandir
+    saving._folder = str(tmp_path)
+    looks = saving._looks(0.0)
+    (tmp_path / "a").touch()
+
+    def renamed_meanwhile(folder: str) -> list[os.DirEntry[str]]:
+        entries = [*scandir(folder)]
+        (tmp_path / "b").rename(tmp_path / "c")
+        return entries
+
+    assert [next(looks), next(looks)] == [["a"]] * 2
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert next(looks) == ["b"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", renamed_meanwhile)
+        assert next(looks) == ["c"]
+    (tmp_path / "c").write_text("x")
+    assert next(looks) == ["c"]
+    assert [*looks] == []
