@@ -173,7 +173,7 @@ def write(folder: Path, rank: int = 0, events: Iterable[dict[str, Any]] = (), **
     """Write a recording whose last line was cut off."""
     folder.mkdir(exist_ok=True)
     about = {
-        "version": 3, "rank": rank, "size": 2, "host": f"n{rank}", "process": 1, "program": "p.py", "clock": "c",
+        "version": 4, "rank": rank, "size": 2, "host": f"n{rank}", "process": 1, "program": "p.py", "clock": "c",
         "zero_us": 0.0, "wall_us": 0.0, "begun": "2026-01-01T00:00:00",
     } | header  # fmt: skip
     lines = [{"name": "mpistrategy", "ph": "M", "ts": 0, "args": about}, *events]
@@ -243,7 +243,7 @@ def test_only_the_newest_run_is_taken(tmp_path: Path) -> None:
         ("nothing", "No such file"),
         ("folder", "no recordings in"),
         ("rank-0.json", "no recordings in"),
-        ("newer", "version 4 of the format"),
+        ("newer", "version 5 of the format"),
         ("trace.json/folder", "directory"),
     ],
 )
@@ -252,7 +252,7 @@ def test_the_command_says_what_it_cannot_do(
 ) -> None:
     folder = tmp_path / "t"
     if what in ("newer", "trace.json/folder"):
-        write(folder, version=4 if what == "newer" else 3)
+        write(folder, version=5 if what == "newer" else 4)
     if what.endswith("folder"):
         (folder / what).mkdir(parents=True)
     elif what.endswith(".json"):

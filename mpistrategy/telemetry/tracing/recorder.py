@@ -41,7 +41,7 @@ from mpistrategy.telemetry.spans import Switched
 #: The environment variable that says in which folder to record.
 VARIABLE = "MPISTRATEGY_TRACE"
 #: The version of the format.
-VERSION = 3
+VERSION = 4
 #: How the files are called.
 PREFIX, SUFFIX = "rank-", ".json"
 #: How often lines are written.
