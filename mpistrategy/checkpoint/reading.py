@@ -42,7 +42,6 @@ from mpistrategy.checkpoint.storage.format import (
 )
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
-from mpistrategy.objects.text import decoded, encoded
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
@@ -129,7 +128,7 @@ class Reading:
         """Whether as many ranks saved as there are now."""
         return self.manifest.ranks == self.communicator.size
 
-    def read_text(self) -> str:
+    def read_text(self) -> bytes:
         """Return the folder and the manifest, on rank 0."""
         folder = self.path
         if not os.path.lexists(folder):  # a job may have ended between the two renames
@@ -137,11 +136,19 @@ class Reading:
             replaced = os.path.join(above, REPLACED.format(name))
             folder = replaced if os.path.lexists(replaced) else folder
         check_is_trusted(folder)
-        return decoded(os.fsencode(folder) + b"\0" + read_text(folder))
+        return os.fsencode(folder) + b"\0" + read_text(folder)
 
-    def parse(self, text: str) -> Manifest:
+    def tell(self, text: bytes) -> bytes:
+        """Return what rank 0 has read, on every rank.  Collective."""
+        ranks, length = self.communicator, np.array([len(text)], np.int64)
+        ranks.bcast(length, 0)
+        message = np.frombuffer(text, np.uint8).copy() if ranks.rank == 0 else np.empty(int(length[0]), np.uint8)
+        ranks.bcast(message, 0)
+        return message.tobytes()
+
+    def parse(self, text: bytes) -> Manifest:
         """Return the manifest from what `read_text` has returned; CheckpointDamagedError for a manifest of no save."""
-        folder, _, data = encoded(text).partition(b"\0")
+        folder, _, data = text.partition(b"\0")
         self._folder, self.manifest = os.fsdecode(folder), parse(data, self.path)
         self._readers, _ = places(self.communicator.node_of, len(self.manifest.shards))
         self.own_table = np.array(self.manifest.own or np.empty((3, 0)), np.int64)

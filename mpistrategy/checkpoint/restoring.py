@@ -88,13 +88,13 @@ def restore(
     `layout` is `Strategy.layout()` now.
     """
     communicator = state.strategy.extended.communicator
-    source, text = Reading(communicator, path), ""
+    source, text = Reading(communicator, path), b""
     call.expect_more()
     if communicator.rank == 0:
         with reading(call.where, path):
             text = source.read_text()
     call.agree("read a manifest")
-    text = communicator.allgather_text(text)[0]
+    text = source.tell(text)
     call.expect_more()
     with reading(call.where, path):
         manifest = source.parse(text)
