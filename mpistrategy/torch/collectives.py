@@ -212,11 +212,10 @@ def all_to_all(
     """
     where = "mpistrategy.torch.all_to_all"
     backward_name = _name_of_backward(where, name)
-    own_splits = [] if splits is None else list(splits)
     received: list[int] = []
 
     def sent(context: ReplicaContext, tensors: list[Any]) -> list[Any]:
-        result, received[:] = _exchanged(context, tensors[0], own_splits, name)
+        result, received[:] = _exchanged(context, tensors[0], splits, name)
         return [result]
 
     def sent_back(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
@@ -227,11 +226,13 @@ def all_to_all(
     return result, list(received)
 
 
-def _exchanged(context: ReplicaContext, tensor: Any, splits: Sequence[int], name: str | None) -> tuple[Any, list[int]]:
+def _exchanged(
+    context: ReplicaContext, tensor: Any, splits: Sequence[int] | None, name: str | None
+) -> tuple[Any, list[int]]:
     communicator = context.strategy.extended.communicator
     with Call(communicator.guard, "mpistrategy.torch.all_to_all", called=name) as call:
         source = tensor.detach()
-        rows = t.lengths(source, splits, communicator.size, call.where)
+        rows = t.lengths(source, () if splits is None else splits, communicator.size, call.where)
         call.structure = f"rows of {source.dtype}{list(source.shape[1:])}"
         width = source.shape[1:].numel() * source.element_size()
         received, counts = exchange(communicator, call, t.in_bytes(source), rows, width)

@@ -34,8 +34,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     `step` combines the gradient of every parameter, in one all-reduce, and then makes the optimizer's step.  To clip or
     unscale gradients in between, call `synchronize` before: the next `step` does not combine again, unless there was
-    another backward.  Until then gradients are this rank's own, so that several backwards before a step accumulate as
-    for one process.
+    another backward (with SUM, clear the gradients before that: sums would be summed again).  Until then gradients are
+    this rank's own, so that several backwards before a step accumulate as for one process.
 
     The result is written into the existing gradient.  If only some ranks have a gradient of a parameter, the other
     ranks add zeros, and all ranks have a gradient afterwards.  If no rank has a gradient, none is made.  Sparse
@@ -129,12 +129,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _set_combined(self, is_combined: bool) -> None:
         """Remember whether the gradients are those of all ranks; the next backward makes them this rank's own."""
-        self._is_synchronized = is_combined
+        self._is_synchronized = False
         while self._watches:
             self._watches.pop().remove()
         if is_combined:
             watched = [tensor for _, tensor in self._parameters() if tensor.requires_grad]
             self._watches = [tensor.register_post_accumulate_grad_hook(self._accumulated) for tensor in watched]
+            self._is_synchronized = True  # not before: a signal's handler may raise
 
     def _accumulated(self, parameter: Any) -> None:
         self._is_synchronized = False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from replicas import RANK, SIZE
+from replicas import RANK, SIZE, raising
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -165,17 +165,18 @@ def test_gradients_are_this_ranks_until_they_are_combined_where_they_are(strateg
     torch.testing.assert_close(net[2].bias.detach(), before - 0.1 * RANK)
 
 
-@pytest.mark.parametrize("forgets", [True, False])
-def test_another_backward_after_synchronize_is_combined_too(strategy: ms.Strategy, forgets: bool) -> None:
+@pytest.mark.parametrize("case", ["forgets", "adds", "is interrupted"])
+def test_another_backward_after_synchronize_is_combined_too(strategy: ms.Strategy, case: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = mst.DistributedOptimizer(torch.optim.SGD([weight], 1.0), strategy=strategy)
     (weight * (RANK + 1.0)).sum().backward()
-    optimizer.synchronize()
-    if forgets:
+    with raising(KeyboardInterrupt(), "line", "_set_combined", 3 if case == "is interrupted" else 99):
+        optimizer.synchronize()
+    if case == "forgets":
         weight.grad = None  # as the zero_grad of a module does, of which the optimizer does not know
     (weight * (RANK + 1.0)).sum().backward()
     optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([-(SIZE + 1) / 2]) * (1 if forgets else 2))
+    torch.testing.assert_close(weight.detach(), torch.tensor([-(SIZE + 1) / 2]) * (1 if case == "forgets" else 2))
 
 
 def test_a_gradient_that_is_a_conjugate_view_on_one_rank(strategy: ms.Strategy) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import shared_folder
-from replicas import RANK, SIZE
+from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -119,6 +119,16 @@ def test_gradients_flow_through_collectives_or_are_refused(strategy: ms.Strategy
             refused()
     with torch.no_grad():
         assert (mst.all_reduce(mine, "MAX", strategy=strategy) == SIZE).all()
+
+
+@pytest.mark.parametrize(("splits", "words"), [([5] * SIZE, "splits [5"), (3, "not iterable")])
+def test_splits_of_one_rank_that_do_not_fit_are_refused_on_every_rank(
+    strategy: ms.Strategy, splits: Any, words: str
+) -> None:
+    mine = splits if RANK == LAST else None
+    for end in outcomes(lambda: mst.all_to_all(torch.ones(SIZE), mine, strategy=strategy)):
+        assert words in end.text
+    assert still_works(strategy)
 
 
 def test_gradients_of_gradients_and_beside_truth_values(strategy: ms.Strategy) -> None:
