@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from mpistrategy import context, own_files
+from mpistrategy import context
 from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, checked_path
 from mpistrategy.checkpoint.saving import SAVING
 from mpistrategy.checkpoint.storage import files
@@ -242,9 +242,7 @@ class CheckpointManager(NamesOurs, Settable):
         """Lock the folder once, and remove incomplete checkpoints of ended jobs.  On rank 0, before a save."""
         if self._lock is not None and self._lock.process == os.getpid():  # a forked child has no lock
             return
-        own_files.make_folders(self.directory)
-        with contextlib.suppress(PermissionError):  # of a folder above that cannot be listed
-            files.sync(os.path.dirname(self.directory))
+        files.make_folders(self.directory)
         files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
         self._lock = files.OneWriter(self.directory)
         weakref.finalize(self, self._lock.close)

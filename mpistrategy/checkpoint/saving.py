@@ -166,7 +166,7 @@ class Saving(NotPickled):
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
-        own_files.make_folders(parent)
+        files.make_folders(parent)
         self._check_place(where)
         # Folders of jobs that have ended: nobody holds their locks.
         locked = files.sweep(parent, re.compile(re.escape(SAVING.format(name)) + files.TOKEN))

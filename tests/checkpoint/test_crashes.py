@@ -245,6 +245,15 @@ def test_names_that_do_not_reach_the_disk(
         checkpoint.save(tmp_path / "c")
 
 
+@pytest.mark.one_rank
+def test_the_names_of_new_folders_reach_the_disk(tmp_path: Path) -> None:
+    synced = set()
+    with watched(lambda what, name: synced.add((what, name))), ms.OneDeviceStrategy("CPU:0").scope():
+        ms.Checkpoint(x=1).save(tmp_path / "a" / "b" / "c")
+        ms.CheckpointManager(ms.Checkpoint(x=1), tmp_path / "d" / "e").save(1)
+    assert synced >= {("fsync", name) for name in (tmp_path.name, "a", "b", "d", "e")}
+
+
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_two_saves_to_one_place(
     strategy: ms.MirroredStrategy, folder: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool

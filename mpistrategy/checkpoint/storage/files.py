@@ -133,6 +133,18 @@ def write(path: str, pieces: Iterable[Any]) -> tuple[int, str]:
     return size, checksum.hexdigest()
 
 
+def make_folders(folder: str) -> None:
+    """Make a folder and its missing parents, whose names reach the disk."""
+    new, above = [], folder
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+        new.append(above)
+    own_files.make_folders(folder)
+    for parent in new:
+        with contextlib.suppress(PermissionError):  # of a folder that cannot be listed
+            sync(parent)
+
+
 def sync(folder: str) -> None:
     """Sync the names in a folder to the disk."""
     _before("fsync", os.path.basename(folder))
