@@ -25,7 +25,7 @@ from delayed_writes import delayed_fill
 from mpi4py import MPI
 
 import mpistrategy as ms
-from mpistrategy.cli.bench import shapes
+from mpistrategy.cli.bench.cases import resnet50
 from mpistrategy.mpi.interface.gpu_transport import chosen_path
 from mpistrategy.options import GPU_PATH
 
@@ -41,7 +41,7 @@ HAS_TORCH = IS_GPU and torch is not None and torch.cuda.is_available()
 SIZES = (4096, MIB, 64 * MIB) if IS_GPU else (4096, 65536)
 REPEATS = 20 if IS_GPU else 2
 #: The gradients of ResNet-50; small ones where a processor does a GPU's work.
-RESNET50 = shapes.resnet50() if IS_GPU else [tuple(min(n, 8) for n in shape) for shape in shapes.resnet50()]
+RESNET50 = resnet50() if IS_GPU else [tuple(min(n, 8) for n in shape) for shape in resnet50()]
 
 Figures = dict[str, float]
 
