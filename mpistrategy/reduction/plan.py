@@ -220,7 +220,7 @@ class Compared:
         call.structure = self._signature.structure
         if self._timeout is not None:
             call.timeout = self._timeout
-        return call.agree_on(self._signature, self._digest, sparingly=self.sparingly)
+        return call.guard.compare(self._signature, self._digest, sparingly=self.sparingly)
 
     def carry_out(
         self, call: Call, transfer: Transfer, arrays: Sequence[Array], targets: Targets = None

@@ -308,8 +308,8 @@ class Reducer:
             plan: CallPlan | None = None
             if not call.structure:  # of a call around this one: other compared fields may change from call to call
                 try:
-                    kinds, asked = general.kind(value, out), (type(argument), argument)
-                    key = general, guard.level, call.where, call.place, call.name, asked, options, weight is None, kinds
+                    called, kinds = (general, guard.level, call.where, call.place, call.name), general.kind(value, out)
+                    key = *called, type(argument), argument, options, weight is None, kinds
                     plan = self._plans.get(key)
                 except Exception:  # such as the error of a list that holds itself
                     key = None

@@ -383,7 +383,9 @@ class ReplicaContext(NotPickled):
     ) -> Any:
         """Make a collective of this context; see `Reducer.run`."""
         frame, reducer = self._frame(where), self._strategy.extended._reducer
-        with frame or _NOTHING:
+        if frame is None:
+            return reducer.run(where, general, argument, value, options, name, out, weight)
+        with frame:
             return reducer.run(where, general, argument, value, options, name, out, weight)
 
     def _frame(self, where: str, *, is_collective: bool = True) -> Frame | None:

@@ -14,7 +14,7 @@ from typing import Any
 from mpistrategy import errors
 from mpistrategy.mpi.contract import observers, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
-from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall, FlightRecord
+from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
 
@@ -58,7 +58,7 @@ class Call(CurrentCall):
         if guard.closed:
             raise guard.refusal(where)
         self.where = where
-        self._guard, self._called, self._anywhere = guard, called, anywhere or bool(called)
+        self.guard, self._called, self._anywhere = guard, called, anywhere or bool(called)
         if structure:
             self.structure = structure
         if called and isinstance(called, str):
@@ -67,7 +67,7 @@ class Call(CurrentCall):
             self.name = name
 
     def __enter__(self) -> Call:
-        guard, self.frame = self._guard, _getframe(1)
+        guard, self.frame = self.guard, _getframe(1)
         outer = guard.current
         try:
             if outer is not None and not self._joins(guard, outer):
@@ -78,7 +78,13 @@ class Call(CurrentCall):
                 if not self._anywhere:
                     self.place: str = (guard.site or site_of(self.frame)).place
                 if guard.size > 1:
-                    self._write_down(guard.record)
+                    record, now = guard.record, monotonic()
+                    self.number: int = record.number + 1
+                    number = record.number = self.number
+                    self.entered = now
+                    record.entries.append(self)
+                    at = number % LENGTH
+                    record.before[at], record.times[at], record.after[at] = number, now, number
                 for observer in observers.observers:
                     observer.entered(guard, self)
             guard.current = self
@@ -95,15 +101,6 @@ class Call(CurrentCall):
             if guard.current is self:  # a signal has come
                 self._leave()
             raise
-
-    def _write_down(self, record: FlightRecord) -> None:
-        """Enter the outermost call into the flight record."""
-        self.number: int = record.number + 1
-        number = record.number = self.number
-        at, now = number % LENGTH, monotonic()
-        self.entered = now
-        record.entries.append(self)
-        record.before[at], record.times[at], record.after[at] = number, now, number
 
     def _joins(self, guard: Guard, outer: CurrentCall) -> bool:
         """Become a part of the outer call, and return True; False for a call that was left."""
@@ -168,17 +165,11 @@ class Call(CurrentCall):
         signature = Signature(
             collective, op, self.structure, values, destination, options, self.name, self.where, place, step
         )
-        return self.agree_on(signature, patiently=patiently, sparingly=sparingly)
-
-    def agree_on(
-        self, signature: Signature, digest: int | None = None, *, patiently: bool = False, sparingly: bool = False
-    ) -> bool:
-        """Do `agree` with a signature, and its digest where that is known."""
-        return self._guard.compare(signature, digest, patiently=patiently, sparingly=sparingly)
+        return self.guard.compare(signature, patiently=patiently, sparingly=sparingly)
 
     def expect_more(self) -> None:
         """Say that there will be one more `agree`: a failure before it must be reported to the other ranks."""
-        self._guard.agreed = False
+        self.guard.agreed = False
 
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Set how long this call may wait for the other ranks; None leaves it as it is."""
@@ -187,12 +178,12 @@ class Call(CurrentCall):
 
     def own_work(self) -> AbstractContextManager[None]:
         """Say that the code in here is the program's own: this rank waits for no other rank."""
-        return self._guard.own_work()
+        return self.guard.own_work()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        guard = self._guard
+        guard = self.guard
         if error is None:
             self._leave()
             return
@@ -204,7 +195,7 @@ class Call(CurrentCall):
         guard.reported = error if self._outer is not None else None
 
     def _leave(self) -> None:
-        guard, self.frame = self._guard, None
+        guard, self.frame = self.guard, None
         guard.current = self._outer
         if self._outer is not None:
             if self._is_in_own_work:
