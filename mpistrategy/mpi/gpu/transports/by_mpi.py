@@ -170,7 +170,7 @@ class DirectPath(DevicePath):
 
     def __init__(self) -> None:
         self._cupy = cupy_for("an array in GPU memory")
-        ordered_keys.compile_for(self._cupy)
+        ordered_keys.kernels_for(self._cupy)
 
     def reduce(
         self,
