@@ -43,8 +43,8 @@ _NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
 _SPEAKING_SECONDS = _NODES_SECONDS + 3 * FILE_SECONDS
 #: How long ending the job by MPI may take.
 _END_SECONDS = 1.0
-#: The first pause between two looks, and the longest one, at memory and at files of other nodes.
-_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.02, 0.5
+#: The pause between two looks at memory and at files of other nodes.
+_LOOK_SECONDS = 0.1
 _RECORDS = "Each rank's stacks and its last collectives"
 
 
@@ -274,14 +274,10 @@ def _hear_others(widest: Group) -> list[RankStatus]:
 
 
 def _until(ready: Callable[[], bool], end: float) -> bool:
-    """Wait until `ready`, with growing pauses between two looks; return False if it is not by `end`."""
-    pause = _LOOK_SECONDS
-    while not ready():
-        if time.monotonic() >= end:
-            return False
-        time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_LOOK_SECONDS)
-    return True
+    """Wait until `ready`; return False if it is not by `end`."""
+    while not (is_ready := ready()) and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+    return is_ready
 
 
 #: The watchdog of this process, or of the process that has forked it; or None.

@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.gpu import cuda_aware, device_selection
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.by_mpi import DirectPath, StagedPath
-from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, chosen_path
+from mpistrategy.mpi.interface.gpu_transport import UNCHOSEN, DevicePath, PathName, chosen_path
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word
 
@@ -66,8 +66,8 @@ def device_path(ranks: Ranks, word: str) -> DevicePath:
         MpiStrategyError: on every rank, when one cannot have the path.
     """
     chosen = chosen_path(ranks)
-    if chosen.path is not None:
-        return chosen.path
+    if chosen is not UNCHOSEN:
+        return chosen
     with Call(ranks.guard, _WHERE) as call:
         call.expect_more()  # a rank that fails from here on must tell the others
         own_text = json.dumps(_own_abilities(ranks))
@@ -78,8 +78,8 @@ def device_path(ranks: Ranks, word: str) -> DevicePath:
         if is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
             warn(f"{_WHERE} is {path.name}: {reason}", FallbackWarning)
         call.agree("use the path of arrays in GPU memory")
-    chosen.path, chosen.reason = path, reason
-    return path
+    path.reason = reason
+    return ranks.once(DevicePath, lambda: path)
 
 
 def _choose(ranks: Ranks, word: str, abilities: Sequence[Abilities]) -> tuple[DevicePath, str, bool]:

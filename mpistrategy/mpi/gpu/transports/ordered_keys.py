@@ -16,7 +16,7 @@ import numpy as np
 from mpistrategy.arrays.gpu import DeviceArray
 
 #: By the size of a float: the integers, and the bits of infinity and of NaN.
-_BITS = {
+_BITS: dict[int, tuple[np.dtype[Any], int, int]] = {
     4: (np.dtype(np.int32), 0x7F800000, 0x7FC00000),
     8: (np.dtype(np.int64), 0x7FF0000000000000, 0x7FF8000000000000),
 }
