@@ -56,7 +56,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import interval
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job.exit_hooks import before_abort
-from mpistrategy.mpi.job.introductions import version
+from mpistrategy.mpi.job.launcher import version
 from mpistrategy.objects.copies import NotPickled
 
 _WHERE = "Checkpoint.save"

@@ -20,7 +20,7 @@ from typing import Any
 
 from mpistrategy.cli.endings import Unfinished
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.contract import check_level, timeouts
+from mpistrategy.mpi.contract import guard, timeouts
 from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN
 from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.job.launcher import start
@@ -35,7 +35,7 @@ _COULD_NOT = 2
 #: Options that set an environment variable, which the library reads and checks where it is needed: the variable, what
 #: stands for the value in the help text, and one line for that.
 SETTINGS = {
-    "--check": (check_level.VARIABLE, "LEVEL", "whether calls are compared between nodes: always or off"),
+    "--check": (guard.CHECK, "LEVEL", "whether calls are compared between nodes: always or off"),
     "--timeout": (
         timeouts.VARIABLE, "SECONDS", "how long a rank waits in a collective before the job ends, with a roll call"
     ),

@@ -241,10 +241,10 @@ def _start_on_gpu(
             return None
     except Exception as error:  # the peers start theirs: they must hear of it there
         failure = error
-        path = chosen_path(ranks).path
+        path = chosen_path(ranks)
     # The caller's thread does work that waits for nothing.
     background = None
-    if path is not None and path.name not in ON_THE_STREAM:
+    if path.name not in ON_THE_STREAM:
         background = background_of(ranks, partial(_first_call, ranks.guard, name), waits_for_gpu=True)
     where = ranks if background is None else background.communicator
     if reduction is None:

@@ -10,8 +10,9 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
 from mpistrategy.mpi import over_threads
-from mpistrategy.mpi.contract import check_level, timeouts
+from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.guard import ALWAYS, level_of
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
 from mpistrategy.mpi.job.environment import warn_of_unknown
@@ -98,8 +99,8 @@ class MirroredStrategy(Strategy):
                 checked_type(where, "cross_device_ops", cross_device_ops, algorithms, "a CrossDeviceOps")
                 checked_type(where, "communication_options", communication_options, options, "a CommunicationOptions")
                 reaction = one_of(where, "on_error", on_error, ("abort", "raise"))
-                level = check_level.ALWAYS if contains_errors and check is None else check_level.level_of(check)
-                if contains_errors and level != check_level.ALWAYS:
+                level = ALWAYS if contains_errors and check is None else level_of(check)
+                if contains_errors and level != ALWAYS:
                     raise OptionError.at(
                         where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
                     )

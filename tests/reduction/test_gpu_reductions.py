@@ -144,7 +144,7 @@ def test_only_the_destination_gets_the_sum(strategy: Any, cupy: Any) -> None:
     """Its path is asked for Reduce, in which fewer bytes travel than in Allreduce."""
     last, array = SIZE - 1, cupy.asarray(values((5,), "int16"))
     in_step(strategy, lambda ctx: ctx.all_reduce("SUM", array))  # chooses the path
-    path: Any = chosen_path(strategy.extended.communicator).path
+    path: Any = chosen_path(strategy.extended.communicator)
     with mock.patch.object(path, "reduce", wraps=path.reduce) as reduce:
         found = strategy.extended.reduce_to("SUM", array, f"task:{last}")
     assert [call.args[3] for call in reduce.call_args_list] == [None if SIZE == 1 else last]
@@ -180,7 +180,7 @@ def test_explain_tells_the_path(strategy: Any, cupy: Any) -> None:
     assert "1 array in 1 buffer, float64, 48 B: in GPU memory, on a path that the ranks choose" in text
     assert "    copies: all into a bucket\n" in text
     in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
-    path = "alone: one rank" if SIZE == 1 else chosen_path(strategy.extended.communicator).path.name
+    path = "alone: one rank" if SIZE == 1 else chosen_path(strategy.extended.communicator).name
     assert f"({path}" in strategy.explain(value)
     arena = strategy.arena(value)
     assert "2 arrays in 1 buffer, float64, 112 B: in GPU memory, " in strategy.explain(arena)

@@ -16,7 +16,7 @@ from mpistrategy.cli.doctor import network
 from mpistrategy.cli.doctor.findings import Facts, parts_of
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import loaded_mpi
-from mpistrategy.mpi.job import introductions, launcher
+from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.shared_memory.memory_limits import memory
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.thresholds import library_name
@@ -69,7 +69,7 @@ def of_this_process(environment: Mapping[str, str]) -> Facts:
     return facts | {
         "host": os.uname().nodename,
         "python": ".".join(map(str, sys.version_info[:3])),
-        "mpistrategy": introductions.version(),
+        "mpistrategy": launcher.version(),
         "numpy": numpy.__version__,
         "pmi": offered(environment),
         "cores": own_cores,

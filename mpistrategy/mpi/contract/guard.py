@@ -13,31 +13,43 @@ data: the job ends.  Where errors are contained (`on_error="raise"`), only the s
 
 A rank can raise a flag: one bit beside its next digest.  The digests then differ, the ranks find their calls equal, and
 go on: all have seen the flag in the same call.  Without a flag this costs nothing.
+
+Within a node the comparison travels with the data and is always made.  Between nodes it travels in the first message of
+each call, with the data where they are a few sums.  The check level "off" leaves this message out where the call needs
+no barrier.
+
+Strategies are closed in a forked child, which would take part in collectives in place of its parent: MPI belongs to the
+parent.  A child must not finalize MPI when it ends, either: see `job.exit_hooks`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple
 from typing import Any, TypeVar
+from weakref import ref
 
 from mpistrategy import errors
-from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
-from mpistrategy.mpi.contract import failures, forks, mismatch_report
+from mpistrategy.errors import DeviceError, ForkedProcessError, MpiStrategyError, RemoteError
+from mpistrategy.mpi.contract import failures, mismatch_report
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
-from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
+from mpistrategy.objects.settings import one_of
 
 _FLAG = 1 << 62  # digests are smaller
 
+#: The environment variable that chooses the check level.
+CHECK = "MPISTRATEGY_CHECK"
+ALWAYS, OFF = LEVELS = ("always", "off")
 #: The public name of the call that closes a strategy.
 CLOSE = "Strategy.close"
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
@@ -75,9 +87,7 @@ class Guard:
         self.is_untold: bool = False
         #: The error that the watchdog makes this rank raise in its next wait.
         self._late_error: MpiStrategyError | None = None
-        #: Since when this rank has seen that another rank takes no more calls.
-        self._noticed = math.inf
-        #: Until when this rank waits for the others to hear of its failure.
+        #: Until when this rank waits for the others, where some rank takes no more calls.
         self._patience_ends = math.inf
         #: An error that this rank waits to send to the others, and when it prints a message about the wait.
         self._pending_error: tuple[Exception, float] | None = None
@@ -105,7 +115,7 @@ class Guard:
         self.all_leave = False
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
-        #: Whether all calls are compared: see `mpistrategy.mpi.contract.check_level`.
+        #: Whether all calls are compared where a comparison costs a message.
         self.level: str = ALWAYS
         #: Whether calls that need no barrier are not compared.
         self.skips: bool = False
@@ -119,10 +129,10 @@ class Guard:
         self.give_up: Callable[[BaseException], object] | None = None
         #: Whether this guard takes no more calls: after a close, a failure or a fork.
         self.closed: bool = False
-        #: Whether this is a forked child of a rank: see `mpistrategy.mpi.contract.forks`.
+        #: Whether this is a forked child of a rank.
         self.is_forked: bool = False
         if size > 1:
-            forks.remember(self)
+            _guards[:] = [reference for reference in _guards if reference() is not None] + [ref(self)]
         self._flag = 0
         #: Whether some rank has raised its flag; set on all ranks in the same call.
         self.flag_was_seen: bool = False
@@ -150,11 +160,11 @@ class Guard:
         finally:
             self.own_gpu_since = math.inf
 
-    def wait_for_gpu(self, event: Any) -> None:
-        """Wait for an event of this rank's own GPU; None does nothing."""
-        if event is not None:
+    def wait_for_gpu(self, work: Any) -> None:
+        """Wait for an event or a stream of this rank's own GPU; None does nothing."""
+        if work is not None:
             with self.own_gpu():
-                event.synchronize()
+                work.synchronize()
 
     def raise_flag(self) -> None:
         """Set this rank's flag, which all ranks see at the next comparison; do nothing if it was seen already.
@@ -173,7 +183,7 @@ class Guard:
     def refusal(self, where: str) -> MpiStrategyError:
         """Return the error of a public call once this guard is closed."""
         if self.is_forked:
-            return forks.refusal(where)
+            return refusal_of_child(where)
         when = f"a failure: {self.broken}" if self.broken else "its close()"
         return errors.ContextError.at(where, found=f"a strategy after {when}", expected="an open strategy")
 
@@ -190,14 +200,9 @@ class Guard:
 
         If it raises on a rank, all ranks raise, and the next call is like any other.
         """
-        if self._channel is None:
-            return work()
-        try:
-            result = work()
-        except Exception as error:
-            self._send(self.current.where if self.current is not None else "", error)
-            raise self.mark_reported(error) from None
-        if not self._agrees(digest_of(_READY)):
+        self.agreed = False  # an error goes in place of the comparison, when the call is left
+        result = work()
+        if self._channel is not None and not self._agrees(digest_of(_READY)):
             self._resolve(_READY)
         return result
 
@@ -245,9 +250,8 @@ class Guard:
         self._start_to_tell()
 
     def _start_to_tell(self) -> None:
-        if (
-            self._channel is not None
-        ):  # after a failure other ranks must hear of it, also if they leave at the same time
+        if self._channel is not None:
+            # After a failure other ranks must hear of it, also if they leave at the same time.
             self._channel.start(digest_of(_LEAVING) if self.broken is None else -1 - self._rank)
 
     def peers_have_left(self) -> bool | None:
@@ -375,17 +379,15 @@ class Guard:
             self.break_off("a wait for the others", self._late_error)
             self.is_untold = False  # the watchdog tells the others
             raise self.mark_reported(self._late_error)
-        if time.monotonic() > self._patience_ends:
-            raise RemoteError(str(self.broken))
         if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
             pending, self._pending_error = self._pending_error[0], None
             if self.skips and self.give_up is not None:
                 self.give_up(pending)  # the other ranks may wait for data that this rank does not send
             sys.stderr.write(f"[rank {self._rank}] waits to tell the other ranks: {in_words(pending)}\n")
         if self.failures is not None and self.failures.first() is not None:
-            self._noticed = min(self._noticed, time.monotonic())
-            if time.monotonic() - self._noticed > failures.PATIENCE_SECONDS:
-                raise self.mark_reported(self._remote_error())
+            self._patience_ends = min(self._patience_ends, time.monotonic() + failures.PATIENCE_SECONDS)
+        if time.monotonic() > self._patience_ends:
+            raise self.mark_reported(self._remote_error())
 
     def _remote_error(self) -> MpiStrategyError:
         """Take no more calls; return the error that names the failed rank."""
@@ -455,3 +457,38 @@ class Guard:
     def _see_flags(self) -> None:
         self.flag_was_seen = True  # first, since a signal may come between the two lines
         self._flag = 0
+
+
+def level_of(check: Any) -> str:
+    """Return the check level of a strategy: the argument `check`, else the variable, else "always".
+
+    Raises:
+        OptionError: for any other value.
+    """
+    name, value = (CHECK, os.environ.get(CHECK) or ALWAYS) if check is None else ("check", check)
+    return one_of("MirroredStrategy", name, value, LEVELS)
+
+
+# No WeakSet: it runs Python code when a guard is collected, in which the exception of a signal's handler would be lost.
+_guards: list[ref[Guard]] = []
+
+
+def refusal_of_child(where: str) -> ForkedProcessError:
+    """Return the error of a collective in a forked child."""
+    return ForkedProcessError.at(
+        where,
+        found="a call in a forked child of a rank",
+        expected="a call in the rank itself",
+        fix="Give the child plain arrays to work on, and let it return plain arrays; or start it with "
+        "multiprocessing's 'spawn' method. OneDeviceStrategy works in a child.",
+    )
+
+
+def _close_in_child() -> None:
+    for reference in _guards:
+        if (guard := reference()) is not None:
+            guard.is_forked = guard.closed = True
+            guard.current = None  # a thread that is in a call belongs to the parent
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -7,17 +7,13 @@ later.  Nothing waits for the whole device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from mpistrategy.arrays.gpu import DeviceArray
 from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.objects.shown import ranks_in_words
-
-if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import DeviceArray
-
 
 PathName = Literal["alone", "mpi", "staged", "nccl"]
 #: The paths that need nothing of the host once their work is on the stream.
@@ -32,9 +28,11 @@ class DevicePath(Freed):
 
     Attributes:
         name: the word for users.
+        reason: why it was chosen, in words.
     """
 
     name: PathName = "alone"
+    reason: str = ""
 
     def check(self) -> None:
         """Raise where the path cannot be used any more, or not on the current device; before the ranks agree."""
@@ -69,32 +67,14 @@ class DevicePath(Freed):
         """Free the path's resources, where all ranks are known to do so."""
 
 
-@dataclass
-class ChosenPath(Freed):
-    """The path of one strategy.
-
-    Attributes:
-        path: None until the ranks have chosen it.
-        reason: why, in words.
-    """
-
-    path: DevicePath | None = None
-    reason: str = ""
-
-    def check(self) -> None:
-        """Raise as the path does, before the ranks agree on a call."""
-        if self.path is not None:
-            self.path.check()
-
-    def free(self) -> None:
-        """Free the path, where all ranks are known to do so."""
-        if self.path is not None:
-            self.path.free()
+#: Stands for the path before the ranks have chosen one.
+UNCHOSEN = DevicePath()
 
 
-def chosen_path(communicator: Ranks) -> ChosenPath:
-    """Return the path of a communicator; `mpistrategy.mpi.gpu.transports.choice` fills it in."""
-    return communicator.once(ChosenPath, ChosenPath)
+def chosen_path(communicator: Ranks) -> DevicePath:
+    """Return the path of a communicator, which `mpistrategy.mpi.gpu.transports.choice` makes; else `UNCHOSEN`."""
+    path: DevicePath = communicator.once.made.get(DevicePath, UNCHOSEN)
+    return path
 
 
 def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceArray:

@@ -1,4 +1,4 @@
-"""The start of a rank: what its launcher says, MPI's own start, and whether both say the same; else a refusal.
+"""The start of a rank: what its launcher says, MPI's own start, and whether all say the same; else a refusal.
 
 A launcher and an MPI that do not know each other start N programs of one rank each, which train N models and end with
 status 0.  Here each of them refuses to start.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import TIMEOUT_MAX
@@ -20,6 +20,7 @@ from types import FunctionType
 
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract import timeouts
+from mpistrategy.objects.shown import ranks_by, ranks_in_words
 from mpistrategy.options import is_on
 
 #: Set to 1 to start several programs of one rank each on purpose.
@@ -142,6 +143,32 @@ def check_world(
     )
 
 
+def version() -> str:
+    """Return the version of this package."""
+    return str(sys.modules["mpistrategy"].__version__)
+
+
+def check_versions(texts: Sequence[str]) -> None:
+    """Raise LaunchError, on every rank, unless all ranks run the same versions.
+
+    Args:
+        texts: the `versions` of every rank, in rank order.
+    """
+    if len(ranks := ranks_by(texts)) > 1:
+        raise LaunchError.at(
+            "MirroredStrategy",
+            found="different versions: "
+            + "; ".join(f"{text} on {ranks_in_words(peers)}" for text, peers in ranks.items()),
+            expected="the same on all ranks",
+            fix="Give all nodes one environment: the same venv, container or module.",
+        )
+
+
+def versions() -> str:
+    """Return what must be equal on all ranks: the versions of this package and of Python."""
+    return f"mpistrategy {version()}, Python {sys.version_info.major}.{sys.version_info.minor}"
+
+
 def cure(launcher: str, library: str) -> str:
     """Return the advice how to start the ranks of this MPI library."""
     is_open_mpi = library.startswith("Open MPI")
@@ -187,19 +214,14 @@ def refusal_of_child(where: str, claim: Claim) -> LaunchError | None:
 
 def no_mpi(where: str, error: BaseException) -> LaunchError:
     """Return the error where no MPI library can be loaded: three lines, the same from everywhere."""
-    _, *failures = str(error).splitlines() or [""]  # mpi4py tells one line for each library that it has tried
-    is_missing = failures and all("No such file" in line for line in failures)
-    files = f"there is no {', '.join(line.partition(':')[0] for line in failures)}"
-    reason = files if is_missing else " ".join(" ".join(failures or [str(error)]).split())[:300]
-    has_mpi4py = not isinstance(error, ModuleNotFoundError) or error.name != "mpi4py"
-    found = f"no MPI library ({reason})" if has_mpi4py else "no mpi4py"
-    expected = "an MPI that mpi4py can load"
-    fix = (
+    is_missing = isinstance(error, ModuleNotFoundError) and error.name == "mpi4py"
+    found = "no mpi4py" if is_missing else f"no MPI library ({' '.join(str(error).split())[:300]})"
+    launch_error = LaunchError.at(where, found=found, expected="an MPI that mpi4py can load")
+    launch_error.fix = (
         "Load your cluster's MPI module, or install an MPI into this environment: pip install mpich\n"
         "Without MPI, OneDeviceStrategy and mpistrategy.testing.run_replicas work."
     )
-    launch_error = LaunchError.at(where, found=found, expected=expected, fix=fix)
-    launch_error.args = (f"{where}: found {found}; expected {expected}.\n{fix}",)
+    launch_error.args = (f"{launch_error}\n{launch_error.fix}",)
     return launch_error
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from mpi4py import MPI
 
 from mpistrategy.errors import MpiStrategyError, OptionTypeError
-from mpistrategy.mpi.contract import forks, timeouts
+from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.channel import wait_patiently
-from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.guard import Guard, refusal_of_child
 from mpistrategy.mpi.job import abort, launcher
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import library_name
@@ -73,7 +73,7 @@ def watch_waiting(comm: MPI.Intracomm, guard: Guard, memory: SharedMemory, node_
     ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
     # Hydra, MPICH's and Intel MPI's launcher, takes the status of any killed rank for the status of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    directory = RunDirectory(path, f"[rank {world.rank}] " if comm.rank == 0 else "")
+    directory = RunDirectory(path, warns=comm.rank == 0)
     board, identity = StatusBoard(memory), 1 + zlib.crc32(encoded(path))
     group = Group(guard, board, ranks, node_of[comm.rank], max(node_of) + 1, directory, identity)
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
@@ -101,7 +101,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     """
     ranks = ranks_of(comm)
     if ranks.size > 1 and os.getpid() != _PID:
-        raise forks.refusal(where)
+        raise refusal_of_child(where)
     # From here on this rank's end ends the job: the others wait for it, and this guard of one rank tells nobody.
     job_guard = Guard()
     abort.watch(job_guard)

@@ -25,8 +25,7 @@ from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface.ranks import MAX_COUNT, Ranks, as_bytes, pieces, put
-from mpistrategy.mpi.job import abort, world
-from mpistrategy.mpi.job.introductions import Introduction, introductions, versions
+from mpistrategy.mpi.job import abort, launcher, world
 from mpistrategy.mpi.multi_node.reduced_precision import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
@@ -104,12 +103,11 @@ class MpiRanks(Ranks):
         super().__init__(comm.rank, range(comm.size))
         self._control = MpiControlChannel(comm) if self.size > 1 else None
         leader = self._leader(node_key)
-        directory = new_path() if self.rank == 0 else ""
-        me = Introduction(versions(), leader, sorted(cores()), directory)
-        ranks = introductions(self.allgather_text(json.dumps(me._asdict())))
-        numbers = {leader: node for node, leader in enumerate(sorted({introduction.leader for introduction in ranks}))}
-        self._place([numbers[introduction.leader] for introduction in ranks])
-        cores_of_node = {core for introduction in ranks if introduction.leader == leader for core in introduction.cores}
+        launcher.check_versions(self.allgather_text(launcher.versions()))
+        own_text = json.dumps((leader, sorted(cores()), new_path() if self.rank == 0 else ""))
+        leaders, cores_of_rank, paths = zip(*map(json.loads, self.allgather_text(own_text)), strict=True)
+        self._place(np.unique(leaders, return_inverse=True)[1].tolist())
+        cores_of_node = {core for peer, node in enumerate(leaders) if node == leader for core in cores_of_rank[peer]}
         self.is_crowded: bool = self.local_size > len(cores_of_node)
         self.library: str = library_name(MPI.Get_library_version())
         if self.size > 1:
@@ -135,7 +133,7 @@ class MpiRanks(Ranks):
         if self.size > 1:
             # Ranks that share no memory count as nodes of their own.
             nodes = self.node_of if memory.is_shared else range(self.size)
-            world.watch_waiting(self._comm, self.guard, memory, nodes, ranks[0].directory)
+            world.watch_waiting(self._comm, self.guard, memory, nodes, paths[0])
 
     def _leader(self, node_key: int | None) -> int:
         """Return the first rank of this node."""

@@ -13,15 +13,16 @@ rank reads the operands any more.  It writes results there when all ranks have s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quietly
 from mpistrategy.mpi.shared_memory import mailboxes
-from mpistrategy.mpi.shared_memory.node_results import LEAST_BYTES, NO_BLOCK, NodeResults
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
 from mpistrategy.mpi.tuning.thresholds import Thresholds
@@ -34,6 +35,13 @@ _LARGEST_CHUNK_BYTES = 2**20
 #: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
 _CACHE_BYTES = 512 * 2**10
 _LEAST_PIECE_BYTES = 16 * 2**10
+#: Smaller results are new memory each time.
+LEAST_BYTES = 2 * 2**20
+#: How large each rank's blocks may be together, and how many of a size there may be.
+_MOST_BYTES = 2**30
+_MOST_BLOCKS = 16
+#: In place of a block's number.
+NO_BLOCK = -1
 
 #: ``combination(parts, targets, op, divisor)`` combines arrays of all ranks, in rank order, and writes the result,
 #: divided, into each target; the first target may be the first part.
@@ -112,7 +120,8 @@ class ShareOfNode:
             if self._wide is None:
                 self._combination(parts, outs, self._op, self._divisor)
             else:
-                _rounded_once(parts, outs, self._op, self._divisor, np.empty((2, parts[0].size), self._wide))
+                wide_parts = [part.astype(self._wide) for part in parts]
+                in_rank_order(wide_parts, [wide_parts[0], *outs], self._op, self._divisor)
 
 
 def piece_elements(ranks: int, itemsize: int) -> int:
@@ -120,16 +129,79 @@ def piece_elements(ranks: int, itemsize: int) -> int:
     return max(_LEAST_PIECE_BYTES, _CACHE_BYTES // ranks) // itemsize
 
 
-def _rounded_once(parts: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, room: Array) -> None:
-    """Do `in_rank_order` in the dtype of `room`, two rows for a total and an operand."""
-    total, operand = room
-    total[...] = parts[0]
-    for part in parts[1:]:
-        operand[...] = part
-        COMBINE[op](total, operand, out=total)
-    divide_by(divisor, total)
-    for target in targets:
-        target[...] = total
+class NodeResults:
+    """The blocks of all ranks of one node, in which large arrays are added up, and in which their sums stay as results.
+
+    Every rank has blocks of each size.  A result is a rank's own block, which is free again after the last reference to
+    the result or a view of it.  If some rank has no free block of a call's size, and the call is not the first of this
+    size, it makes a block for each rank: all ranks know of it.
+
+    Args:
+        share: returns so many bytes for each rank, of its own where they cannot be shared; collective.
+        local_rank: this rank.
+    """
+
+    def __init__(self, share: Callable[[int], SharedMemory], local_rank: int) -> None:
+        self._share, self._rank = share, local_rank
+        self._bytes = 0
+        self._may_grow = True
+        #: By size: the segments of all ranks for each block, and the numbers of this rank's free blocks.
+        self._blocks: dict[int, list[tuple[Array, ...]]] = {}
+        self._free: dict[int, list[int]] = {}
+        #: The blocks of this rank's results, by address and size.
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return memory for a result: a free block, or else new memory."""
+        nbytes = prod(shape) * dtype.itemsize
+        number = self.take(nbytes)
+        if number == NO_BLOCK:
+            return np.empty(shape, dtype)
+        # Views refer to this array over a memoryview, not to the segment below it.
+        block = np.frombuffer(self._blocks[nbytes][number][self._rank].data, dtype)
+        place = _place(block)
+        self._numbers[place] = number
+        weakref.finalize(block, _give_back, self._free[nbytes], number, self._numbers, place).atexit = False
+        return block.reshape(shape)
+
+    def take(self, nbytes: int) -> int:
+        """Return the number of a free block, for `give_back`; `NO_BLOCK` without a free block."""
+        free = self._free.get(nbytes)
+        return free.pop() if free else NO_BLOCK
+
+    def give_back(self, nbytes: int, number: int) -> None:
+        """Note that a block that was taken is free again."""
+        self._free[nbytes].append(number)
+
+    def number_of(self, result: Array) -> int:
+        """Return the number of the block that an array fills; `NO_BLOCK` for another array."""
+        return self._numbers.get(_place(result), NO_BLOCK)
+
+    def block(self, nbytes: int, number: int, local_rank: int) -> Array:
+        """Return a block of a rank, as bytes."""
+        return self._blocks[nbytes][number][local_rank]
+
+    def grow(self, nbytes: int) -> None:
+        """Make one more block of a size for each rank, unless this is the first call of the size, or there are many."""
+        blocks = self._blocks.get(nbytes)
+        if blocks is None:
+            self._blocks[nbytes], self._free[nbytes] = [], []
+        elif self._may_grow and len(blocks) < _MOST_BLOCKS and self._bytes + nbytes <= _MOST_BYTES:
+            memory = self._share(nbytes)
+            self._may_grow = memory.is_shared
+            if memory.is_shared:
+                self._bytes += nbytes
+                self._free[nbytes].append(len(blocks))
+                blocks.append(memory.segments)
+
+
+def _place(array: Array) -> tuple[int, int]:
+    return array.__array_interface__["data"][0], array.nbytes
+
+
+def _give_back(free: list[int], number: int, numbers: dict[tuple[int, int], int], place: tuple[int, int]) -> None:
+    numbers.pop(place, None)
+    free.append(number)
 
 
 class NodeSum:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
 from mpistrategy.mpi.watchdog.roll_call import FAILED
@@ -22,45 +22,6 @@ _RING = 2048
 _LEAST_OF_FAILED = 1e-3
 #: How far the GPU may be behind: half of the ring, so that it is clear which number is ahead.
 MOST = _RING // 2
-_NUMBER_BYTES = 8
-_TO_HOST = 2  # cudaMemcpyKind
-
-
-#: Puts the writing of a number on a stream: ``write(stream, address, number)``.
-_Write: TypeAlias = Callable[[int, int, int], None]
-
-
-def stream_writer(stream: int, address: int) -> _Write | None:
-    """Return a function that puts the writing of a 32-bit number to pinned memory on a stream: least work for a GPU.
-
-    Args:
-        stream, address: a stream and pinned memory; a 0 is written there as a trial.
-
-    Returns:
-        None where the driver does not offer it, or not for this memory.
-    """
-    try:
-        call = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-
-    def write(stream: int, address: int, number: int) -> None:
-        code = call(stream, address, number, 0)
-        if code:
-            raise RuntimeError(f"cuStreamWriteValue32: error {code} of the CUDA driver")
-
-    return None if call(stream, address, 0, 0) else write
-
-
-def _copy_of(cupy: Any) -> _Write:
-    """Return a function that copies a number from GPU memory to the host."""
-    numbers, copy = cupy.arange(_RING, dtype="int64"), cupy.cuda.runtime.memcpyAsync
-
-    def write(stream: int, address: int, number: int) -> None:
-        copy(address, numbers.data.ptr + number * _NUMBER_BYTES, _NUMBER_BYTES, _TO_HOST, stream)
-
-    return write
 
 
 class GpuProgress:
@@ -74,6 +35,9 @@ class GpuProgress:
 
     Attributes:
         failure: the library's reason why the missing result will never come; "" without a failure.
+
+    Raises:
+        OSError, AttributeError, RuntimeError: where the driver does not let a stream write numbers.
     """
 
     def __init__(self, cupy: Any, check: Callable[[], None]) -> None:
@@ -86,15 +50,19 @@ class GpuProgress:
         self._last_number, self._address = 0, self._reached.ctypes.data
         #: The flight record's entry of each collective, by the number of its end.
         self._entries: list[CurrentCall | None] = [None] * _RING
-        stream = cupy.cuda.get_current_stream()
-        self._write = stream_writer(stream.ptr, self._address) or _copy_of(cupy)
+        self._stream_write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+        self._stream_write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
         self._last = cupy.cuda.Event(disable_timing=True)
-        self._last.record(stream)
-        self._last.synchronize()  # other streams read the numbers, too
-        self._stream = stream.ptr
+        self._stream = cupy.cuda.get_current_stream().ptr
+        self._write(self._stream, 0)  # as a trial
         #: The number that the GPU had reached when the watchdog last missed a result, and since when.
         self._observation: tuple[int, float] | None = None
         self.failure: str = ""
+
+    def _write(self, stream: int, number: int) -> None:
+        """Let a stream write a number where the host reads it: no other way costs a GPU less."""
+        if code := self._stream_write(stream, self._address, number, 0):
+            raise RuntimeError(f"cuStreamWriteValue32: error {code} of the CUDA driver")
 
     @property
     def is_full(self) -> bool:
@@ -125,10 +93,10 @@ class GpuProgress:
             self._stream = stream.ptr
         end = (self._last_number + 2) % _RING
         self._entries[end] = entry
-        self._write(stream.ptr, self._address, (end - 1) % _RING)
+        self._write(stream.ptr, (end - 1) % _RING)
         self._last_number = end
         yield stream.ptr
-        self._write(stream.ptr, self._address, end)
+        self._write(stream.ptr, end)
         self._last.record(stream)
 
     def _missing(self) -> CurrentCall | None:

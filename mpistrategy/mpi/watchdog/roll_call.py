@@ -43,12 +43,8 @@ class RollCall:
         silent = [status.rank for status in self.statuses if status.silent]
         away = [status.rank for status in self.statuses if not status.waited and not status.silent] + self.unknown
         self.missing: list[int] = sorted(silent + away)
-        ranks_by_answer = {"not come": sorted(away), "no answer": silent}
-        self._absent = "".join(
-            f"; {answer}: {ranks_in_words(absent_ranks)}"
-            for answer, absent_ranks in ranks_by_answer.items()
-            if absent_ranks
-        )
+        self._absent = f"; not come: {ranks_in_words(sorted(away))}" if away else ""
+        self._absent += f"; no answer: {ranks_in_words(silent)}" if silent else ""
 
     def as_error(self) -> CollectiveTimeoutError:
         """Return the error of ranks that wait, for a job that goes on."""

@@ -35,7 +35,7 @@ from mpistrategy.arrays.gpu import (
     own_result,
 )
 from mpistrategy.mpi.gpu.transports.choice import any_path, device_path
-from mpistrategy.mpi.interface.gpu_transport import DevicePath, chosen_path, communication_memory
+from mpistrategy.mpi.interface.gpu_transport import UNCHOSEN, DevicePath, chosen_path, communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.mpi.shared_memory.segments import aligned
@@ -384,11 +384,10 @@ class GpuRoute(Transfer):
             copies = (*copies, f"into {dtype.name} and back")
         elif target is not None and target is not arrays[first]:
             copies = ("all into the result",)
-        chosen = chosen_path(self._ranks)
-        if chosen.path is None:
+        path = chosen_path(self._ranks)
+        if path is UNCHOSEN:
             return "in GPU memory, on a path that the ranks choose at the first such call", copies
-        name = chosen.path.name
-        return f"in GPU memory, {_PATHS[name]} ({name}: {chosen.reason})", copies
+        return f"in GPU memory, {_PATHS[path.name]} ({path.name}: {path.reason})", copies
 
 
 def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:

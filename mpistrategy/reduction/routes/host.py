@@ -21,11 +21,11 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, division, host_wire_dtype, is_buffer, quietly
 from mpistrategy.mpi.contract.channel import ControlChannel
-from mpistrategy.mpi.contract.check_level import ALWAYS
+from mpistrategy.mpi.contract.guard import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
-from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
+from mpistrategy.mpi.shared_memory.node_sum import LEAST_BYTES
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
@@ -124,7 +124,7 @@ class CommunicatorRoute(Transfer):
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a pack travels; see `Transfer.way`."""
         name, copies, wire = self._name_of(pack), copies_of(pack, arrays), self._dtype_between_nodes(pack.dtype)
-        stays = name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES
+        stays = name == "node_sum" and pack.nbytes >= LEAST_BYTES
         text, more = _WAYS["node_results" if stays else name]
         text = text if wire is None else f"{text}, as {wire.name} between them"
         return text, (copies or more) if name in ("root", "none") else copies + more

@@ -14,7 +14,7 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, several
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi.contract import check_level
+from mpistrategy.mpi.contract.guard import LEVELS
 
 
 @several
@@ -50,7 +50,7 @@ def test_unknown_levels_are_refused() -> None:
     for level in ("sometimes", "first", "", 1, True):
         with pytest.raises(errors.OptionError, match='expected "always" or "off"'):
             ms.MirroredStrategy(check=level)  # type: ignore[arg-type]
-    for level in (*check_level.LEVELS, "Always"):
+    for level in (*LEVELS, "Always"):
         ms.MirroredStrategy(check=level).close()
 
 

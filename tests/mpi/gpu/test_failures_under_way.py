@@ -52,7 +52,7 @@ cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.5)
 value[...] = 2.0
 print("FAULT", time.time(), flush=True)
 if fault == "CUDA" and rank == 1:
-    failing(chosen_path(strategy.extended.communicator).path)
+    failing(chosen_path(strategy.extended.communicator))
 if fault == "call" and rank == 1:
     value = cupy.asarray(np.ones(999))
 if fault in ("SIGKILL", "SIGSTOP") and rank == 1 and not is_late:

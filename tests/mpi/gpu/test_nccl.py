@@ -58,7 +58,7 @@ def test_a_list_is_reduced_as_on_the_host(strategy: Any, dtype: str) -> None:
             assert type(array) is cupy.ndarray
             assert array.dtype == expected.dtype
             assert np.allclose(array.get(), expected, rtol=1e-6 if dtype != "float16" else 1e-2)
-    assert SIZE == 1 or chosen_path(strategy.extended.communicator).path.name == "nccl"
+    assert SIZE == 1 or chosen_path(strategy.extended.communicator).name == "nccl"
 
 
 @several
@@ -160,7 +160,7 @@ def test_an_nccl_that_does_not_work_gives_way_on_all_ranks(
         warnings.simplefilter("always")
         assert summed(strategy, cupy.asarray(np.ones(3))).get().tolist() == [SIZE] * 3
         chosen: Any = chosen_path(strategy.extended.communicator)
-        assert chosen.path.name == "staged"
+        assert chosen.name == "staged"
         assert re.search("a wrong sum" if fault == "wrong" else "no network", chosen.reason)
     assert [each.category for each in caught] == [ms.errors.FallbackWarning] * (RANK == 0)
 

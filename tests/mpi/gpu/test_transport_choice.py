@@ -84,7 +84,7 @@ def reduce_one(options: ms.CommunicationOptions | None = None) -> Any:
         array = cupy.asarray(np.ones(3))
         found = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", array, options))
         assert found.get().tolist() == [SIZE] * 3
-        return chosen_path(strategy.extended.communicator).path
+        return chosen_path(strategy.extended.communicator)
 
 
 @gpu_here.needs_gpu

@@ -15,8 +15,8 @@ from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import LaunchError
+from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.job.launcher import ALONE, check_world
-from mpistrategy.mpi.over_mpi import ranks as over_mpi
 
 MPICH, OPEN_MPI, INTEL = "MPICH 5.0.2", "Open MPI v5.0.11", "Intel MPI Library 2021.18"
 ROOT = Path(__file__).resolve().parents[3]
@@ -229,7 +229,7 @@ def test_a_strategy_of_one_rank_on_purpose_is_not_refused(monkeypatch: pytest.Mo
 @pytest.mark.mpi(min_size=2)
 def test_different_versions_are_refused_on_every_rank(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     if RANK == SIZE - 1:
-        monkeypatch.setattr(over_mpi, "versions", lambda: "mpistrategy 9.9, Python 3.11")
+        monkeypatch.setattr(launcher, "versions", lambda: "mpistrategy 9.9, Python 3.11")
     for outcome in outcomes(ms.MirroredStrategy):
         assert outcome.error is LaunchError, outcome
         assert "different versions: " in outcome.text

@@ -13,14 +13,14 @@ from replicas import RANK, RANKS, SIZE, in_step, one_node
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.shared_memory import memory_limits, node_results
+from mpistrategy.mpi.shared_memory import memory_limits, node_sum
 from mpistrategy.mpi.shared_memory.memory_limits import Room
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, trying
 
 pytestmark = [pytest.mark.mpi(min_size=2), one_node]
 
 #: Elements of the smallest array that has a block.
-COUNT = node_results.LEAST_BYTES // 8
+COUNT = node_sum.LEAST_BYTES // 8
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_what_is_kept_of_a_result_stays_and_then_its_memory_is_used_again(strate
 
 def test_more_results_than_there_will_be_blocks(strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some ranks keep all, some a few: where one has no block, the sum goes in chunks; out= takes one for the call."""
-    monkeypatch.setattr(node_results, "_MOST_BLOCKS", 4)
+    monkeypatch.setattr(node_sum, "_MOST_BLOCKS", 4)
     kept = []
     for number in range(12):
         target = np.empty(COUNT) if number % 4 == RANK else None

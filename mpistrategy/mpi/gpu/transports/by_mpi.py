@@ -133,8 +133,7 @@ class StagedPath(DevicePath):
             arrived = [self._bring(number, piece, stream) for number, piece in enumerate(pieces[:_SLOTS])]
             for number, piece in enumerate(pieces):
                 slot = self._slots[number % _SLOTS]
-                with ranks.guard.own_gpu():
-                    arrived[number].synchronize()
+                ranks.guard.wait_for_gpu(arrived[number])
                 piece.combine(slot[: piece.nbytes])
                 for address, start, nbytes in piece.stores:
                     self._copy(address, slot.ctypes.data + start, nbytes, _TO_DEVICE, stream)
@@ -163,14 +162,15 @@ class StagedPath(DevicePath):
 class DirectPath(DevicePath):
     """See `gpu_transport.DevicePath`; for a CUDA-aware MPI only: any other fails on the first pointer.
 
-    A wire has no effect: MPI sends all digits.
+    MPI knows no streams: nothing on the current one may write a buffer any more.  A wire has no effect: MPI sends all
+    digits.
     """
 
     name: PathName = "mpi"
 
     def __init__(self) -> None:
         self._cupy = cupy_for("an array in GPU memory")
-        ordered_keys.compile_for(self._cupy)
+        ordered_keys.kernels_for(self._cupy)
 
     def reduce(
         self,
@@ -182,23 +182,16 @@ class DirectPath(DevicePath):
     ) -> None:
         """Replace `buffer` by its combination over the ranks, on `root` or on all."""
         with ordered_keys.in_order(self._cupy, buffer, op) as values:
-            self._wait(ranks)
+            ranks.guard.wait_for_gpu(self._cupy.cuda.get_current_stream())
             ranks.reduce(values, root, op)
 
     def bcast(self, ranks: Any, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by `root`'s buffer."""
-        self._wait(ranks)
+        ranks.guard.wait_for_gpu(self._cupy.cuda.get_current_stream())
         ranks.bcast(buffer, root)
 
     def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
         """Write all ranks' blocks into `target`."""
         super().allgather(ranks, block, counts, target)
-        self._wait(ranks)
+        ranks.guard.wait_for_gpu(self._cupy.cuda.get_current_stream())
         ranks.allgatherv(None, counts, target)
-
-    def _wait(self, ranks: Any) -> None:
-        """Wait until nothing on the current stream writes any buffer: MPI knows no streams."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        self._cupy.cuda.get_current_stream().record(event)
-        with ranks.guard.own_gpu():
-            event.synchronize()

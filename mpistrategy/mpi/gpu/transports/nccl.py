@@ -73,7 +73,7 @@ class NcclPath(DevicePath):
         #: Held while NCCL is asked how it is, and while it is let go of, which may take long.
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
-        ordered_keys.compile_for(self._cupy)
+        ordered_keys.kernels_for(self._cupy)
         self._progress = GpuProgress(self._cupy, self._ask)
         ranks.guard.gpu_progress = self._progress
 

@@ -15,78 +15,36 @@ import numpy as np
 
 from mpistrategy.arrays.gpu import DeviceArray
 
-THREADS = 256
-MOST_BLOCKS = 1024
-#: The kernels' names, by the size of a number: from floats to keys, and back.
-NAMES: dict[int, tuple[str, str]] = {
-    4: ("keys_of_float32", "float32_of_keys"),
-    8: ("keys_of_float64", "float64_of_keys"),
+#: By the size of a float: the integers, and the bits of infinity and of NaN.
+_BITS: dict[int, tuple[np.dtype[Any], int, int]] = {
+    4: (np.dtype(np.int32), 0x7F800000, 0x7FC00000),
+    8: (np.dtype(np.int64), 0x7FF0000000000000, 0x7FF8000000000000),
 }
-KEYS: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
-
-#: The arguments of every kernel: the numbers, how many they are, and whether they are for a MIN.
-SOURCE = r"""
-typedef unsigned long long u64;
-
-#define KERNELS(to_keys, to_floats, Bits, sign, infinity, nan)                                       \
-    extern "C" __global__ void to_keys(Bits* numbers, u64 size, int is_minimum) {                    \
-        const u64 step = gridDim.x * (u64)blockDim.x;                                                \
-        for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < size; i += step) {              \
-            const Bits bits = numbers[i];                                                            \
-            const Bits key = bits & sign ? bits ^ ~sign : bits;                                      \
-            numbers[i] = (bits & ~sign) <= infinity ? key : is_minimum ? sign : ~sign;               \
-        }                                                                                            \
-    }                                                                                                \
-    extern "C" __global__ void to_floats(Bits* numbers, u64 size, int is_minimum) {                  \
-        const u64 step = gridDim.x * (u64)blockDim.x;                                                \
-        for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < size; i += step) {              \
-            const Bits key = numbers[i];                                                             \
-            const Bits bits = key & sign ? key ^ ~sign : key;                                        \
-            numbers[i] = (bits & ~sign) <= infinity ? bits : nan;                                    \
-        }                                                                                            \
-    }
-KERNELS(keys_of_float32, float32_of_keys, unsigned int, 0x80000000u, 0x7f800000u, 0x7fc00000u)
-KERNELS(keys_of_float64, float64_of_keys, u64, 0x8000000000000000ull, 0x7ff0000000000000ull, 0x7ff8000000000000ull)
-"""
-
-
-def are_for(dtype: np.dtype[Any], op: str) -> bool:
-    """Return whether arrays of a dtype are combined as keys."""
-    return op in ("MIN", "MAX") and dtype.kind == "f" and dtype.itemsize in NAMES
+#: `most` is the greatest integer: all bits but the sign.
+_TO_KEYS = "keys = (bits & most) > infinity ? nan : bits < 0 ? bits ^ most : bits"
+_TO_FLOATS = "const T ordered = keys < 0 ? keys ^ most : keys; bits = (ordered & most) > infinity ? nan : ordered"
 
 
 @contextmanager
 def in_order(cupy: Any, buffer: DeviceArray, op: str) -> Iterator[DeviceArray]:
-    """Yield the array to combine for a buffer: its keys, which become floats again afterwards, or the buffer itself."""
-    if not are_for(buffer.dtype, op):
+    """Yield the array to combine for a contiguous buffer: its keys, which become floats again, or the buffer itself."""
+    if op not in ("MIN", "MAX") or buffer.dtype.kind != "f" or buffer.itemsize not in _BITS:
         yield buffer
         return
-    keys = to_keys(cupy, buffer, op)
+    dtype, infinity, nan = _BITS[buffer.itemsize]
+    keys, limits = buffer.view(dtype), np.iinfo(dtype)
+    to_keys, to_floats = kernels_for(cupy)
+    to_keys(keys, limits.max, infinity, limits.min if op == "MIN" else limits.max, keys)
     yield keys
-    to_floats(cupy, keys, op)
-
-
-def to_keys(cupy: Any, buffer: DeviceArray, op: str) -> DeviceArray:
-    """Make keys of floats where they are, in contiguous memory; return them as integers."""
-    keys = buffer.view(KEYS[buffer.itemsize])
-    _launch(cupy, NAMES[keys.itemsize][0], keys, op)
-    return keys
-
-
-def to_floats(cupy: Any, keys: DeviceArray, op: str) -> DeviceArray:
-    """Make floats of keys where they are; return them as floats."""
-    _launch(cupy, NAMES[keys.itemsize][1], keys, op)
-    return keys.view(f"f{keys.itemsize}")
-
-
-def _launch(cupy: Any, name: str, keys: DeviceArray, op: str) -> None:
-    if keys.size:
-        grid = (min(-(-keys.size // THREADS), MOST_BLOCKS),)
-        compile_for(cupy)[name](grid, (THREADS,), (keys, np.uint64(keys.size), np.int32(op == "MIN")))
+    to_floats(keys, limits.max, infinity, nan, keys)
 
 
 @lru_cache(maxsize=1)
-def compile_for(cupy: Any) -> dict[str, Any]:
-    """Return the kernels by their names; to be called before the ranks agree, since it may fail."""
-    module = cupy.RawModule(code=SOURCE, options=("--std=c++17",))
-    return {name: module.get_function(name) for names in NAMES.values() for name in names}
+def kernels_for(cupy: Any) -> tuple[Any, Any]:
+    """Return the kernels, compiled for all floats; to be called before the ranks agree, since it may fail."""
+    to_keys = cupy.ElementwiseKernel("T bits, T most, T infinity, T nan", "T keys", _TO_KEYS, "keys_of_floats")
+    to_floats = cupy.ElementwiseKernel("T keys, T most, T infinity, T nan", "T bits", _TO_FLOATS, "floats_of_keys")
+    for dtype, *_ in _BITS.values():
+        number = cupy.zeros(1, dtype)
+        to_floats(to_keys(number, 1, 0, 0), 1, 0, 0)
+    return to_keys, to_floats
