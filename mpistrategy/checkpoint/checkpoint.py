@@ -166,7 +166,7 @@ class Checkpoint(NamesOurs):
         try:
             with Call(communicator.guard, "Checkpoint.save", called=name) as call:
                 path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
-                saving = Saving(communicator, path, bool(overwrite), strategy.layout())
+                saving = Saving(communicator, path, bool(overwrite))
                 digests = saving._begin(state, call, wait=bool(wait))
         except BaseException:  # after leaving the call: then no rank writes any more
             if saving is not None:
@@ -222,7 +222,7 @@ class Checkpoint(NamesOurs):
         context.require_cross_replica(strategy, "Checkpoint.restore")
         with Call(strategy.extended.communicator.guard, "Checkpoint.restore", called=name) as call:
             path, objects, state = self._agreed("restore", directory, f"{partial=}", strategy, call)
-            restored = restore(objects, state, strategy.layout(), path, bool(partial), call)
+            restored = restore(objects, state, path, bool(partial), call)
             self.objects.update({name: objects[name] for name in objects if not _is_function(self.objects.get(name))})
         self._last = {}
         return restored

@@ -22,9 +22,11 @@ import numpy as np
 from mpistrategy.arrays.convert import on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
 from mpistrategy.checkpoint.saving import REPLACED, places
-from mpistrategy.checkpoint.storage.files import check_is_trusted, damaged, reading
+from mpistrategy.checkpoint.storage.files import check_is_trusted, damaged, opened, reading
 from mpistrategy.checkpoint.storage.format import (
     COMBINED,
+    LONGEST_TEXT,
+    NAME,
     OWN,
     ROWS,
     Item,
@@ -36,7 +38,6 @@ from mpistrategy.checkpoint.storage.format import (
     loads,
     parse,
     read_shard,
-    read_text,
     shard_name,
     shares,
 )
@@ -136,7 +137,8 @@ class Reading:
             replaced = os.path.join(above, REPLACED.format(name))
             folder = replaced if os.path.lexists(replaced) else folder
         check_is_trusted(folder)
-        return os.fsencode(folder) + b"\0" + read_text(folder)
+        with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+            return os.fsencode(folder) + b"\0" + file.read()
 
     def tell(self, text: bytes) -> bytes:
         """Return what rank 0 has read, on every rank.  Collective."""
@@ -163,7 +165,7 @@ class Reading:
         """
         items, own = self.manifest.items, self.manifest.own
         shared = shares(items, len(self.manifest.shards))
-        for number, (reader, shard) in enumerate(zip(self._readers, self.manifest.shards, strict=True)):
+        for number, (reader, size_and_sum) in enumerate(zip(self._readers, self.manifest.shards, strict=True)):
             for path, (begin, stop) in shared[number].items():
                 self.parts[path].append((reader, begin, stop))
             if reader == self.communicator.rank:
@@ -173,7 +175,7 @@ class Reading:
                     is_kept = path.partition("/")[0] in names
                     entries.append((path, (stop - begin) * items[path].itemsize, is_kept))
                 file = os.path.join(self._folder, shard_name(number))
-                contents = read_shard(file, shard.nbytes, shard.checksum, entries)
+                contents = read_shard(file, *size_and_sum, entries)
                 self.owns |= {
                     rank: Own(contents.pop(f"_rank {rank}"), self.manifest, rank, self.path) for rank in ranks
                 }

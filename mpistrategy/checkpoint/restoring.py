@@ -80,13 +80,8 @@ class Restored:
     objects: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
-def restore(
-    objects: dict[str, Any], state: State, layout: dict[str, Any], path: str, partial: bool, call: Call
-) -> Restored:
-    """Restore `objects`, and put new objects into it, from the checkpoint at `path`.  Collective.
-
-    `layout` is `Strategy.layout()` now.
-    """
+def restore(objects: dict[str, Any], state: State, path: str, partial: bool, call: Call) -> Restored:
+    """Restore `objects`, and put new objects into it, from the checkpoint at `path`.  Collective."""
     communicator = state.strategy.extended.communicator
     source, text = Reading(communicator, path), b""
     call.expect_more()
@@ -111,7 +106,7 @@ def restore(
     fit.reset()
     call.agree("restore a checkpoint")
     left_out = tuple(printable(skipped, "") for skipped in fit.left_out)
-    notes = _notes(manifest, layout)
+    notes = _notes(manifest, state.strategy.layout())
     return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, left_out, dict(objects))
 
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.storage.files import PIECE_BYTES, checksum_of, damaged, is_ours, moves_on, opened
-from mpistrategy.errors import CheckpointDamagedError, CheckpointError, DTypeError, OptionError
+from mpistrategy.errors import CheckpointError, DTypeError, OptionError
 from mpistrategy.objects.text import printable
 
 NAME = "manifest.json"
@@ -49,19 +49,6 @@ _LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
 _LONGEST_HEAD = 200
 _BODY, _END = b'"body":', b"}\n"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of arrays.
-
-    Attributes:
-        nbytes: its size in bytes.
-        checksum: of all its bytes.
-    """
-
-    nbytes: int
-    checksum: str
 
 
 @dataclass(frozen=True)
@@ -144,7 +131,7 @@ class Manifest:
 
     Attributes:
         ranks: how many ranks saved it.
-        shards: its files.
+        shards: the size and the checksum of each of its files.
         items: the items, by path.
         own: of each rank's data, a list over the ranks: the shard that has them, how many bytes their values and all
             together have, and the number of rows of each `ROWS`.  Empty without per-rank data.
@@ -153,7 +140,7 @@ class Manifest:
     """
 
     ranks: int
-    shards: tuple[Shard, ...]
+    shards: Sequence[tuple[int, str]]
     items: dict[str, Item]
     own: list[list[int]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
@@ -178,7 +165,7 @@ class Manifest:
         """Return the bytes of the file; raise OptionError for more names and plain values than `parse` accepts."""
         body = {
             "ranks": self.ranks,
-            "shards": [[*vars(shard).values()] for shard in self.shards],
+            "shards": self.shards,
             "items": {path: [*vars(item).values()] for path, item in self.items.items()},
             "own": self.own,
             "layout": self.layout,
@@ -203,12 +190,6 @@ def is_checkpoint(folder: str) -> bool:
     return False
 
 
-def read_text(folder: str) -> bytes:
-    """Return the bytes of the manifest in a folder; CheckpointDamagedError if there is none."""
-    with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
-        return file.read()
-
-
 def parse(data: bytes, where: str) -> Manifest:
     """Return a manifest from its bytes.
 
@@ -227,8 +208,6 @@ def parse(data: bytes, where: str) -> Manifest:
     body = loads(inner[len(_BODY) : -len(_END)], where)
     try:
         return _manifest(**body)
-    except CheckpointDamagedError:
-        raise
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise damaged(where, f"a manifest that contradicts itself ({str(error)[:80]})") from error
 
@@ -243,8 +222,7 @@ def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, wri
         _require(path.count("/") <= DEEPEST, "levels")
         checked[path] = _item(*packed)
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
-    files = tuple(Shard(*packed) for packed in shards)
-    manifest = Manifest(ranks, files, checked, own, layout, printable(written_by, ""))
+    manifest = Manifest(ranks, shards, checked, own, layout, printable(written_by, ""))
     _require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
     for column in own:
         _require(len(column) == ranks and all(_is_count(number, MOST_BYTES) for number in column), "data of a rank")
@@ -338,8 +316,8 @@ def pieces_of(owns: Mapping[int, list[Array]], arrays: Mapping[str, Array]) -> l
     start = 0
     for path, name, shape, pieces in entries:
         stop = start + sum(piece.size for piece in pieces)
-        places = [start, stop]
-        header[path] = {"dtype": name, "shape": [stop - start] if shape is None else shape, "data_offsets": places}
+        shape = [stop - start] if shape is None else shape
+        header[path] = {"dtype": name, "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
@@ -449,7 +427,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
     """Return the dtype of a name, in native byte order.
 
     Raises:
-        CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown name.
+        ValueError: for a name that `dtype_text` does not return, or an unknown name.
     """
     try:
         name = text if _NUMPYS.fullmatch(text) else getattr(importlib.import_module("ml_dtypes"), text)
@@ -458,7 +436,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
             return dtype.newbyteorder("=")
     except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
         pass
-    raise damaged("a manifest", f"the dtype {reprlib.repr(text)}")
+    raise ValueError(f"the dtype {reprlib.repr(text)}")
 
 
 def is_shape(shape: Any, itemsize: int) -> bool:
