@@ -211,10 +211,11 @@ class Saving(NotPickled):
             unexpected = CheckpointWriteError.at(
                 _WHERE, found=f"{type(error).__name__}: {error}", expected="memory and time to write"
             )
-            if rank == 0 or os.path.lexists(self._folder):  # else rank 0 has given the save up
+            if rank == 0 or os.path.lexists(self._folder):  # else rank 0 has removed it, and says why
                 self._error = error if isinstance(error, CheckpointError) else unexpected
                 with contextlib.suppress(OSError):
                     files.write(os.path.join(self._folder, f"{_FAILED}{rank}"), [])
+            self._remove()
         finally:
             pieces.clear()  # also what an error's traceback would hold
             self._written.set()
@@ -266,13 +267,11 @@ class Saving(NotPickled):
         if self._is_known:
             return
         with contextlib.suppress(KeyboardInterrupt, OSError):  # the user does not want to wait; or the folder is gone
-            for names in self._looks(_STALLED_SECONDS):
-                if self._error is not None or any(name.startswith(_FAILED) for name in names):
+            for _ in self._looks(_STALLED_SECONDS):
+                if self._communicator.rank == 0 and self._error is not None:
                     break
         if not os.path.lexists(self._folder):
             self._done.wait()
-        elif self._done.is_set():
-            self._remove()
         if self._error is not None:
             rank, reason = self._communicator.rank, self._error.found
             sys.stderr.write(f"[rank {rank}] the checkpoint {self.path!r} was not saved: {reason}\n")
@@ -347,6 +346,7 @@ class Saving(NotPickled):
             shards.append((int(nbytes), checksum))
             files.change(os.rename, *(os.path.join(self._folder, name) for name in (mark, shard_name(number))))
         if not shards:
+            self._remove()
             return
         text = dataclasses.replace(manifest, shards=shards).text(_WHERE)
         files.write(os.path.join(self._folder, NAME), [text])
@@ -379,10 +379,15 @@ class Saving(NotPickled):
         self._end(committed=False)
 
     def _remove(self) -> None:
-        """Remove the folder on the rank that made it; what cannot be removed is left to the next save."""
+        """Remove the folder on the rank that made it; what cannot be removed is left to the next save.
+
+        It gets another name first: a rank that still writes sees that all of it is gone, not a part.
+        """
         if self._communicator.rank == 0 and self._folder:
+            hidden = self._folder[:-8] + secrets.token_hex(4)
             with contextlib.suppress(OSError):
-                files.remove(self._folder)
+                files.change(os.rename, self._folder, hidden)
+                files.remove(hidden)
 
     def _end(self, *, committed: bool) -> None:
         """Note the outcome, which all ranks know now."""
