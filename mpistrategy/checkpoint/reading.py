@@ -38,6 +38,7 @@ from mpistrategy.checkpoint.storage.format import (
     loads,
     parse,
     read_shard,
+    require,
     shard_name,
     shares,
 )
@@ -73,23 +74,21 @@ class Own:
         self.line: Array = data[max(0, data.size - manifest.own[1][rank]) :]
         self.values: dict[str, Any] = loads(self.line.tobytes(), where)
         self.arrays: dict[str, Array] = {}
-        items = manifest.of_each_rank
-        named = {path for path, item in items.items() if item.has_lines}
-        if type(self.values) is not dict or self.values.keys() != named:
-            raise damaged(where, "other plain values of a rank than the manifest names")
-        rows, start = dict(zip(manifest.rows, manifest.own[3:], strict=True)), 0
-        for path in by_width(items):
-            item = items[path]
-            shape = self.values[path] if item.has_lines else item.shape
-            if not is_shape(shape, item.itemsize) or (path in rows and [*shape] != [rows[path][rank], *item.shape[1:]]):
-                raise damaged(where, f"an array of another shape than the others of {path[:80]!r}")
-            stop = start + math.prod(shape) * item.itemsize
-            if stop > data.size:
-                raise damaged(where, f"{data.size} bytes of a rank, without all of {path[:80]!r}")
-            self.arrays[path] = as_array(data[start:stop], item.dtype, shape)
-            start = stop
-        if start + manifest.own[1][rank] != data.size:
-            raise damaged(where, f"{data.size} bytes of a rank, of which its arrays have {start}")
+        items, start = manifest.of_each_rank, 0
+        rows = dict(zip(manifest.rows, manifest.own[3:], strict=True))
+        try:
+            for path in by_width(items):
+                item = items[path]
+                shape = self.values[path] if item.copies == OWN else item.shape
+                if path in rows:
+                    shape = [rows[path][rank], *item.shape[1:]]
+                require(is_shape(shape, item.itemsize), "shape")
+                stop = start + math.prod(shape) * item.itemsize
+                self.arrays[path] = as_array(data[start:stop], item.dtype, shape)
+                start = stop
+            require(start + manifest.own[1][rank] == data.size, "size")
+        except (TypeError, ValueError, LookupError) as error:
+            raise damaged(where, f"other data of a rank than the manifest names ({str(error)[:80]})") from error
 
 
 class Reading:

@@ -84,7 +84,6 @@ def restore(objects: dict[str, Any], state: State, path: str, partial: bool, cal
     """Restore `objects`, and put new objects into it, from the checkpoint at `path`.  Collective."""
     communicator = state.strategy.extended.communicator
     source, text = Reading(communicator, path), b""
-    call.expect_more()
     if communicator.rank == 0:
         with reading(call.where, path):
             text = source.read_text()
@@ -269,8 +268,7 @@ class Comparison:
     def _below(self, path: str, item: Item) -> dict[Any, str]:
         """Return the paths below an item by key; ValueError for more or fewer keys than paths."""
         paths = self._paths_below[path]
-        has_keys, has_state = item.kind in KEPT | {"dict"}, item.kind in ("module", "object")
-        keys = item.keys if has_keys else ["state"] if has_state else range(len(paths))
+        keys = ["state"] if item.kind in ("module", "object") else item.keys or range(len(paths))
         return dict(zip(keys, paths, strict=True))
 
     def _value(self, path: str, item: Item) -> Any:
@@ -287,11 +285,10 @@ class Comparison:
         item = self._items[path]
         if item.is_array:
             return np.broadcast_to(np.zeros((), dtype_of(item.dtype)), self._shape_of(path, item))
-        if item.kind == "list":
-            return [self._zero_state(inner) for inner in self._below(path, item).values()]
-        if item.kind in KEPT | {"dict"}:
-            return {key: self._zero_state(inner) for key, inner in self._below(path, item).items()}
-        return self._value(path, item) if item.kind == "plain" else None
+        if item.kind == "plain":
+            return self._value(path, item)
+        children = {key: self._zero_state(inner) for key, inner in self._below(path, item).items()}
+        return [*children.values()] if item.kind == "list" else children
 
     # ------------------------------------------------------------------------------------------- restoring
 

@@ -40,6 +40,7 @@ from mpistrategy.checkpoint.storage.format import (
     ALIGNMENT,
     NAME,
     ONE,
+    OWN,
     ROWS,
     Manifest,
     by_width,
@@ -120,7 +121,6 @@ class Saving(NotPickled):
 
         Collective; the caller abandons it on errors.
         """
-        call.expect_more()
         digests = state.digests()
         if self._communicator.rank == 0:
             with files.writing(call.where, self.path):
@@ -474,7 +474,7 @@ def _own(state: State, where: str) -> tuple[list[Array], list[int]]:
     values = {
         path: state.arrays[path].shape if item.is_array else state.values[path]
         for path, item in items.items()
-        if item.has_lines
+        if item.copies in (OWN, ROWS)
     }
     if not items:
         return [], [0, 0]

@@ -100,11 +100,11 @@ class State:
                 self.firsts[path] = value.first
             value = value.value
         self.live[path] = value
-        plain = to_json(value)
+        is_generator = isinstance(value, GENERATORS)
+        plain = to_json(state_of(value) if is_generator else value)
         if plain is not NOT_PLAIN:
-            self._add_value(path, "plain", copies, plain)
-        elif isinstance(value, GENERATORS):
-            self._add_value(path, "rng", copies, to_json(state_of(value)))
+            self.items[path] = Item("rng" if is_generator else "plain", copies)
+            self.values[path] = plain
         elif isinstance(value, Variable):
             self._paths.setdefault(id(value), path)
             self._add_array(path, "variable", self._copies_of(value), value.local_view)
@@ -144,10 +144,6 @@ class State:
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
         self.items[path] = Item(kind, copies, dtype, array.shape)
         self.arrays[path] = array
-
-    def _add_value(self, path: str, kind: str, copies: str, value: Any) -> None:
-        self.items[path] = Item(kind, copies)
-        self.values[path] = value
 
     def _unknown(self, path: str, value: Any) -> OptionTypeError:
         return OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)

@@ -83,11 +83,6 @@ class Item:
         return self.copies not in ("", ONE)
 
     @property
-    def has_lines(self) -> bool:
-        """Whether each rank has a value, or an array whose shape may differ between the ranks."""
-        return self.copies in (OWN, ROWS)
-
-    @property
     def elements(self) -> int:
         """How many elements an array of `shape` has."""
         return math.prod(self.shape)
@@ -213,35 +208,35 @@ def parse(data: bytes, where: str) -> Manifest:
 
 
 def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, written_by: Any) -> Manifest:
-    _require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
+    require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
     for nbytes, checksum in shards:
-        _require(_is_count(nbytes, MOST_BYTES) and re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "shards")
+        require(_is_count(nbytes, MOST_BYTES) and re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "shards")
     checked: dict[str, Item] = {}
     for path, packed in items.items():
-        _require(not path.startswith("_") and ("/" not in path or path.rpartition("/")[0] in checked), "paths")
-        _require(path.count("/") <= DEEPEST, "levels")
+        require(not path.startswith("_") and ("/" not in path or path.rpartition("/")[0] in checked), "paths")
+        require(path.count("/") <= DEEPEST, "levels")
         checked[path] = _item(*packed)
-    _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
+    require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
     manifest = Manifest(ranks, shards, checked, own, layout, printable(written_by, ""))
-    _require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
+    require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
     for column in own:
-        _require(len(column) == ranks and all(_is_count(number, MOST_BYTES) for number in column), "data of a rank")
-    _require(all(number < len(shards) for number in own[0]) if own else True, "data in no shard")
+        require(len(column) == ranks and all(_is_count(number, MOST_BYTES) for number in column), "data of a rank")
+    require(all(number < len(shards) for number in own[0]) if own else True, "data in no shard")
     return manifest
 
 
 def _item(kind: Any, copies: Any, dtype: Any, shape: Any, keys: Any, values: Any) -> Item:
     """Return the item of these values."""
-    _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
-    _require(keys is None or type(keys) is list, "keys")
-    _require((kind == ROWS) == (copies == ROWS), "rows")
+    require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
+    require(keys is None or type(keys) is list, "keys")
+    require((kind == ROWS) == (copies == ROWS), "rows")
     if dtype:
         elements = dtype_of(dtype)
-        _require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
-        _require(copies not in COMBINED or elements.kind not in "mMSU", "copies")
-        _require(copies != ROWS or bool(shape), "rows")
+        require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
+        require(copies not in COMBINED or elements.kind not in "mMSU", "copies")
+        require(copies != ROWS or bool(shape), "rows")
     else:
-        _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not shape, "values")
+        require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not shape, "values")
     return Item(kind, copies, dtype, tuple(shape), keys, tuple(values))
 
 
@@ -249,7 +244,8 @@ def _is_count(number: Any, most: int) -> bool:
     return type(number) is int and 0 <= number <= most
 
 
-def _require(holds: bool, subject: str) -> None:
+def require(holds: bool, subject: str) -> None:
+    """Raise ValueError, with the subject, for what no save has written."""
     if not holds:
         raise ValueError(subject)
 
