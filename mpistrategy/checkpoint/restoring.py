@@ -27,7 +27,7 @@ from mpistrategy.arrays.convert import (
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_tensor, library_of
 from mpistrategy.checkpoint.generators import checked_state, set_state
-from mpistrategy.checkpoint.reading import Reading, deliver, store
+from mpistrategy.checkpoint.reading import Reading, deliver, from_rank_0, read_text, store
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.state import (
     ARRAYS,
@@ -83,15 +83,15 @@ class Restored:
 def restore(objects: dict[str, Any], state: State, path: str, partial: bool, call: Call) -> Restored:
     """Restore `objects`, and put new objects into it, from the checkpoint at `path`.  Collective."""
     communicator = state.strategy.extended.communicator
-    source, text = Reading(communicator, path), b""
+    text = b""
     if communicator.rank == 0:
         with reading(call.where, path):
-            text = source.read_text()
+            text = read_text(path)
     call.agree("read a manifest")
-    text = source.tell(text)
+    text = from_rank_0(communicator, text)
     call.expect_more()
     with reading(call.where, path):
-        manifest = source.parse(text)
+        source = Reading(communicator, path, text)
         source.read_shards(objects)
     call.agree("read shards", patiently=True)
     source.tell_owns(call)
@@ -101,6 +101,7 @@ def restore(objects: dict[str, Any], state: State, path: str, partial: bool, cal
     fit.prepare(objects)
     fit.staged = deliver(source, fit.targets())
     call.expect_more()
+    manifest = source.manifest
     objects.update({name: fit.restored(name) for name in manifest.names if name in objects})
     fit.reset()
     call.agree("restore a checkpoint")

@@ -105,9 +105,8 @@ class Saving(NotPickled):
         #: Whether this rank has written its shard; and whether its thread is done.
         self._written, self._done = threading.Event(), threading.Event()
         self._done.set()
-        #: Lets the thread look for the shards at once; whether another rank has failed.
+        #: Lets the thread look for the shards at once.
         self._look_now = threading.Event()
-        self._is_cancelled = False
         #: The error in the thread of this rank; and the error that all ranks know and no call has raised.
         self._error: CheckpointError | None = None
         self._failure: CheckpointError | None = None
@@ -203,8 +202,8 @@ class Saving(NotPickled):
                 name = _DONE.format(number, *files.write(path, pieces))
                 files.change(os.rename, path, os.path.join(self._folder, name))
             pieces.clear()
+            self._written.set()
             if rank == 0:
-                self._written.set()
                 with files.writing(_WHERE, self.path):
                     self._complete(manifest)
         except BaseException as error:
@@ -228,7 +227,7 @@ class Saving(NotPickled):
             CheckpointWriteError: when nothing has moved in the folder for as long as a collective may wait.
         """
         for names in self._looks(self._communicator.guard.timeout):
-            if self._is_cancelled or any(name.startswith(_FAILED) for name in names):
+            if self.has_failed or any(name.startswith(_FAILED) for name in names):
                 return []
             marks = sorted(name for name in names if name.startswith(_DONE[:5]))
             if len(marks) == len(self._writers):
@@ -320,7 +319,7 @@ class Saving(NotPickled):
                 raise self._error
             call.agree(step, destination=self.path, patiently=True)
             self._look_now.set()
-        self._end(committed=True)
+        self._end()
 
     def _raise_failure(self, where: str) -> None:
         """Raise the error of a failed save, once, on every rank: the same error, in the public call `where`."""
@@ -372,11 +371,11 @@ class Saving(NotPickled):
 
     def _abandon(self) -> None:
         """Give up the save.  Never raises."""
-        self._is_cancelled = True
+        self.has_failed = True
         self._look_now.set()
         self._done.wait()
         self._remove()
-        self._end(committed=False)
+        self._end()
 
     def _remove(self) -> None:
         """Remove the folder on the rank that made it; what cannot be removed is left to the next save.
@@ -389,10 +388,10 @@ class Saving(NotPickled):
                 files.change(os.rename, self._folder, hidden)
                 files.remove(hidden)
 
-    def _end(self, *, committed: bool) -> None:
+    def _end(self) -> None:
         """Note the outcome, which all ranks know now."""
         self._is_known = True
-        self.is_committed, self.has_failed = committed, not committed
+        self.is_committed = not self.has_failed
         if self._lock is not None:
             self._lock.close()
 

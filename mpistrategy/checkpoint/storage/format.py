@@ -158,15 +158,8 @@ class Manifest:
 
     def text(self, where: str) -> bytes:
         """Return the bytes of the file; raise OptionError for more names and plain values than `parse` accepts."""
-        body = {
-            "ranks": self.ranks,
-            "shards": self.shards,
-            "items": {path: [*vars(item).values()] for path, item in self.items.items()},
-            "own": self.own,
-            "layout": self.layout,
-            "written_by": self.written_by,
-        }
-        return with_head(dumps(body, where))
+        items = {path: [*vars(item).values()] for path, item in self.items.items()}
+        return with_head(dumps({**vars(self), "items": items}, where))
 
 
 def with_head(body: bytes) -> bytes:
