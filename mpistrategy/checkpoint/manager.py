@@ -28,8 +28,6 @@ from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_count
 
 _STEP = re.compile(r"step-([0-9]{12,})")
 _UNFINISHED = re.compile(rf"\.step-[0-9]{{12,}}\.saving-{files.TOKEN}")
-#: How the names of folders begin that a job has left when it ended while it wrote.
-_LEFT = SAVING.format("step-")[:6]
 _INCOMPLETE = "incomplete: the job ended while it was written, or no checkpoint by its name"
 
 
@@ -168,7 +166,7 @@ class CheckpointManager(NamesOurs, Settable):
             names = []
             if communicator.rank == 0:
                 with files.reading(call.where, self.directory):
-                    names = [name for name in self._names() if name.startswith(("step-", _LEFT))]
+                    names = [name for name in self._names() if name.startswith(("step-", ".step-"))]
             call.agree("look for checkpoints", destination=self.directory, options=f"{partial=}")
             names = json.loads(communicator.allgather_text(json.dumps(names))[0])
             self.skipped = {name: _INCOMPLETE for name in names if not _STEP.fullmatch(name)}

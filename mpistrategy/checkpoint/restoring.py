@@ -26,7 +26,6 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_tensor, library_of
-from mpistrategy.checkpoint.generators import checked_state, set_state
 from mpistrategy.checkpoint.reading import Reading, deliver, from_rank_0, read_text, store
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.state import (
@@ -41,7 +40,7 @@ from mpistrategy.checkpoint.state import (
 )
 from mpistrategy.checkpoint.storage.files import reading
 from mpistrategy.checkpoint.storage.format import COMBINED, ONE, OWN, ROWS, Item, Manifest, dtype_of
-from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, from_json
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, checked_state, from_json, set_state
 from mpistrategy.errors import CheckpointMismatchError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.kept import Kept

@@ -20,10 +20,9 @@ from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign, library_of
-from mpistrategy.checkpoint.generators import GENERATORS, state_of
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.storage.format import DEEPEST, ONE, OWN, ROWS, Item, dtype_text
-from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, below, to_json
+from mpistrategy.checkpoint.storage.plain_values import GENERATORS, NOT_PLAIN, below, state_of, to_json
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.kept import Kept, Leaf, is_stateful

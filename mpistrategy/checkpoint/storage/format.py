@@ -45,9 +45,7 @@ COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 1_000_000
 #: The most levels of objects.
 DEEPEST = 100
-_LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
-_LONGEST_HEAD = 200
 _BODY, _END = b'"body":', b"}\n"
 
 
@@ -174,7 +172,7 @@ def is_checkpoint(folder: str) -> bool:
     with suppress(CheckpointError, OSError):
         if is_ours(folder):
             with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
-                return _HEAD.match(file.read(_LONGEST_HEAD)) is not None
+                return _HEAD.match(file.read(200)) is not None
     return False
 
 
@@ -209,7 +207,7 @@ def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, wri
         require(not path.startswith("_") and ("/" not in path or path.rpartition("/")[0] in checked), "paths")
         require(path.count("/") <= DEEPEST, "levels")
         checked[path] = _item(*packed)
-    require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
+    require(isinstance(written_by, str) and len(written_by) <= 100 and isinstance(layout, dict), "layout")
     manifest = Manifest(ranks, shards, checked, own, layout, printable(written_by, ""))
     require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
     for column in own:
