@@ -93,14 +93,19 @@ def make_folder(path: str) -> None:
     os.mkdir(path, 0o750 if _state_of_folder(path).st_mode & stat.S_ISGID else 0o700)
 
 
-def make_folders(path: str) -> None:
-    """Make a folder and its missing parents, each as `make_folder`; OSError when one cannot be made."""
-    if not os.path.isdir(path):
-        above = os.path.dirname(os.path.abspath(path))
-        if above != path:
-            make_folders(above)
-        with suppress(FileExistsError):
-            make_folder(os.path.abspath(path))
+def make_folders(path: str) -> list[str]:
+    """Make a folder and its missing parents, each as `make_folder`; return those that were missing.
+
+    Raises:
+        OSError: when one cannot be made.
+    """
+    path = os.path.abspath(path)
+    if os.path.isdir(path):
+        return []
+    missing = [*make_folders(os.path.dirname(path)), path]
+    with suppress(FileExistsError):
+        make_folder(path)
+    return missing
 
 
 def new_file(path: str) -> int:

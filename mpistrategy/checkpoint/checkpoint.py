@@ -100,8 +100,7 @@ class Checkpoint(NamesOurs):
     def __init__(self, **objects: Any) -> None:
         self.objects = objects
         self._made_in: Strategy = context.current_strategy()
-        #: The save with wait=False of which no call has raised the error yet, if it has one.
-        self._pending: list[Saving] = []
+        self._saving: Saving | None = None
         self._last: dict[str, int] = {}
         self._has_warned = False
         if objects:
@@ -166,14 +165,13 @@ class Checkpoint(NamesOurs):
         try:
             with Call(communicator.guard, "Checkpoint.save", called=name) as call:
                 path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
-                saving = Saving(communicator, path, bool(overwrite), strategy.layout())
+                saving = Saving(communicator, path, bool(overwrite))
                 digests = saving._begin(state, call, wait=bool(wait))
         except BaseException:  # after leaving the call: then no rank writes any more
             if saving is not None:
                 saving._abandon()
             raise
-        if not wait:
-            self._pending.append(saving)
+        self._saving = saving
         self._look_for_stale(digests, communicator.rank)
         return saving
 
@@ -222,7 +220,7 @@ class Checkpoint(NamesOurs):
         context.require_cross_replica(strategy, "Checkpoint.restore")
         with Call(strategy.extended.communicator.guard, "Checkpoint.restore", called=name) as call:
             path, objects, state = self._agreed("restore", directory, f"{partial=}", strategy, call)
-            restored = restore(objects, state, strategy.layout(), path, bool(partial), call)
+            restored = restore(objects, state, path, bool(partial), call)
             self.objects.update({name: objects[name] for name in objects if not _is_function(self.objects.get(name))})
         self._last = {}
         return restored
@@ -241,18 +239,21 @@ class Checkpoint(NamesOurs):
     def _wait(self, where: str, name: str | None = None) -> None:
         """Do `wait`, for the public call `where`."""
         self._settle(where, name)
-        while self._pending:
-            self._pending.pop()._raise_failure(where)
+        if self._saving is not None:
+            self._saving._raise_failure(where)
 
     def _settle(self, where: str, name: str | None = None) -> None:
         """Do `_wait`; the next save or wait raises an error of the save."""
-        for saving in self._pending:
-            saving._settle(where, name)
+        if self._saving is not None:
+            self._saving._settle(where, name)
 
     def _agreed(
         self, operation: str, directory: Any, options: str, strategy: Strategy, call: Call
     ) -> tuple[str, dict[str, Any], State]:
-        """Wait for the previous save; return path, objects and their state, once all ranks agree on the call."""
+        """Wait for the previous save; return path, objects and their state, once all ranks agree on the call.
+
+        They expect one more agreement.
+        """
         path = checked_path(directory, call.where)
         if operation == "save":
             self._wait(call.where)
@@ -264,6 +265,7 @@ class Checkpoint(NamesOurs):
         state = State(objects, strategy, call.where)
         call.structure = state.structure()
         call.agree(operation, destination=path, options=options)
+        call.expect_more()
         return path, objects, state
 
     @staticmethod

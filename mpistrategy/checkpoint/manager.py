@@ -28,8 +28,6 @@ from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_count
 
 _STEP = re.compile(r"step-([0-9]{12,})")
 _UNFINISHED = re.compile(rf"\.step-[0-9]{{12,}}\.saving-{files.TOKEN}")
-#: How the names of folders begin that a job has left when it ended while it wrote.
-_LEFT = SAVING.format("step-")[:6]
 _INCOMPLETE = "incomplete: the job ended while it was written, or no checkpoint by its name"
 
 
@@ -86,7 +84,7 @@ class CheckpointManager(NamesOurs, Settable):
         #: The steps that the last restore found damaged; and the last step that was saved.
         self._damaged: set[int] = set()
         self._saved: int | None = None
-        #: The step that was saved or restored last, as all ranks know; and the save with wait=False after it.
+        #: The step that was saved or restored before the last save; and that save.
         self._latest: int | None = None
         self._begun: Saving | None = None
 
@@ -96,7 +94,8 @@ class CheckpointManager(NamesOurs, Settable):
 
         A save with ``wait=False`` counts once a call has waited for it.
         """
-        return self._latest
+        begun = self._begun
+        return self._saved if begun is not None and begun._is_known and begun.is_committed else self._latest
 
     def path_of(self, step: int) -> str:
         """Return where the checkpoint of a step is, or would be."""
@@ -132,16 +131,15 @@ class CheckpointManager(NamesOurs, Settable):
         communicator = strategy.extended.communicator
         with Call(communicator.guard, "CheckpointManager.save", called=name) as call:
             path = self.path_of(step)
-            self._wait(call.where)
+            self.checkpoint._wait(call.where)
             call.expect_more()
             if communicator.rank == 0:
                 with files.writing(call.where, self.directory):
                     self._make_ready()
             call.agree("begin", destination=path)
-            self._saved = int(step)
-            saving = self.checkpoint.save(path, wait=wait, overwrite=self._saved in self._damaged)
+            self._latest, self._saved, self._begun = self.latest, int(step), None
+            saving = self._begun = self.checkpoint.save(path, wait=wait, overwrite=self._saved in self._damaged)
             self._damaged.discard(self._saved)
-            self._latest, self._begun = (self._saved, None) if wait else (self._latest, saving)
             self._remove_old(call)
         return saving
 
@@ -168,7 +166,7 @@ class CheckpointManager(NamesOurs, Settable):
             names = []
             if communicator.rank == 0:
                 with files.reading(call.where, self.directory):
-                    names = [name for name in self._names() if name.startswith(("step-", _LEFT))]
+                    names = [name for name in self._names() if name.startswith(("step-", ".step-"))]
             call.agree("look for checkpoints", destination=self.directory, options=f"{partial=}")
             names = json.loads(communicator.allgather_text(json.dumps(names))[0])
             self.skipped = {name: _INCOMPLETE for name in names if not _STEP.fullmatch(name)}
@@ -205,18 +203,11 @@ class CheckpointManager(NamesOurs, Settable):
 
     def _finish(self, where: str, name: str | None) -> None:
         """Wait for a save with ``wait=False``, and remove old checkpoints, for the public call `where`."""
-        self._wait(where, name)
+        self.checkpoint._wait(where, name)
         guard = self.checkpoint.strategy.extended.communicator.guard
         if not guard.closed:
             with Call(guard, where, called=name) as call:
                 self._remove_old(call)
-
-    def _wait(self, where: str, name: str | None = None) -> None:
-        """Wait for a save with ``wait=False``, for the public call `where`; raise its error."""
-        begun, self._begun = self._begun, None
-        self.checkpoint._wait(where, name)
-        if begun is not None and begun.is_committed:
-            self._latest = self._saved
 
     def __enter__(self) -> Self:
         return self

@@ -29,7 +29,6 @@ from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
 START_ME_AGAIN = 75
 
-_KEPT = 2
 _WHERE = "PreemptionCheckpointHandler"
 
 T = TypeVar("T")
@@ -315,7 +314,7 @@ def _in_words(step: int, notices: Sequence[str], took: float, grace: float | Non
 
 def _manager(saver: Any, folder: Any) -> CheckpointManager:
     if isinstance(saver, Checkpoint) and folder is not None:
-        return CheckpointManager(saver, checked_path(folder, _WHERE, "checkpoint_dir"), keep=_KEPT)
+        return CheckpointManager(saver, checked_path(folder, _WHERE, "checkpoint_dir"), keep=2)
     if isinstance(saver, CheckpointManager) and folder is None:
         return saver
     raise OptionTypeError.at(

@@ -22,9 +22,11 @@ import numpy as np
 from mpistrategy.arrays.convert import on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
 from mpistrategy.checkpoint.saving import REPLACED, places
-from mpistrategy.checkpoint.storage.files import check_is_trusted, damaged, reading
+from mpistrategy.checkpoint.storage.files import check_is_trusted, damaged, opened, reading
 from mpistrategy.checkpoint.storage.format import (
     COMBINED,
+    LONGEST_TEXT,
+    NAME,
     OWN,
     ROWS,
     Item,
@@ -36,7 +38,7 @@ from mpistrategy.checkpoint.storage.format import (
     loads,
     parse,
     read_shard,
-    read_text,
+    require,
     shard_name,
     shares,
 )
@@ -46,6 +48,25 @@ from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
 _NOTHING = np.empty(0, np.uint8)
+
+
+def read_text(path: str) -> bytes:
+    """Return the folder of a checkpoint and its manifest; on one rank."""
+    above, name = os.path.split(path)
+    replaced = os.path.join(above, REPLACED.format(name))  # a job may have ended between the two renames
+    folder = replaced if os.path.lexists(replaced) and not os.path.lexists(path) else path
+    check_is_trusted(folder)
+    with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+        return os.fsencode(folder) + b"\0" + file.read()
+
+
+def from_rank_0(ranks: Ranks, text: bytes) -> bytes:
+    """Return the text of rank 0 on every rank.  Collective."""
+    length = np.array([len(text)], np.int64)
+    ranks.bcast(length, 0)
+    message = np.frombuffer(text, np.uint8).copy() if ranks.rank == 0 else np.empty(int(length[0]), np.uint8)
+    ranks.bcast(message, 0)
+    return message.tobytes()
 
 
 class Own:
@@ -72,23 +93,21 @@ class Own:
         self.line: Array = data[max(0, data.size - manifest.own[1][rank]) :]
         self.values: dict[str, Any] = loads(self.line.tobytes(), where)
         self.arrays: dict[str, Array] = {}
-        items = manifest.of_each_rank
-        named = {path for path, item in items.items() if item.has_lines}
-        if type(self.values) is not dict or self.values.keys() != named:
-            raise damaged(where, "other plain values of a rank than the manifest names")
-        rows, start = dict(zip(manifest.rows, manifest.own[3:], strict=True)), 0
-        for path in by_width(items):
-            item = items[path]
-            shape = self.values[path] if item.has_lines else item.shape
-            if not is_shape(shape, item.itemsize) or (path in rows and [*shape] != [rows[path][rank], *item.shape[1:]]):
-                raise damaged(where, f"an array of another shape than the others of {path[:80]!r}")
-            stop = start + math.prod(shape) * item.itemsize
-            if stop > data.size:
-                raise damaged(where, f"{data.size} bytes of a rank, without all of {path[:80]!r}")
-            self.arrays[path] = as_array(data[start:stop], item.dtype, shape)
-            start = stop
-        if start + manifest.own[1][rank] != data.size:
-            raise damaged(where, f"{data.size} bytes of a rank, of which its arrays have {start}")
+        items, start = manifest.of_each_rank, 0
+        rows = dict(zip(manifest.rows, manifest.own[3:], strict=True))
+        try:
+            for path in by_width(items):
+                item = items[path]
+                shape = self.values[path] if item.copies == OWN else item.shape
+                if path in rows:
+                    shape = [rows[path][rank], *item.shape[1:]]
+                require(is_shape(shape, item.itemsize), "shape")
+                stop = start + math.prod(shape) * item.itemsize
+                self.arrays[path] = as_array(data[start:stop], item.dtype, shape)
+                start = stop
+            require(start + manifest.own[1][rank] == data.size, "size")
+        except (TypeError, ValueError, LookupError) as error:
+            raise damaged(where, f"other data of a rank than the manifest names ({str(error)[:80]})") from error
 
 
 class Reading:
@@ -97,6 +116,7 @@ class Reading:
     Args:
         communicator: the ranks.
         path: the checkpoint.
+        text: what `read_text` has returned on rank 0.
 
     Attributes:
         communicator, path: as given.
@@ -107,12 +127,12 @@ class Reading:
         own_table: `Manifest.own`, with the rank that reads the data in the place of their shard.
         own_arrays: the arrays of this rank, on as many ranks as saved.
         values: the plain values of this rank; of another rank if this rank did not save.
+
+    Raises:
+        CheckpointDamagedError: for a manifest of no save.
     """
 
-    manifest: Manifest
-    own_table: Array
-
-    def __init__(self, communicator: Ranks, path: str) -> None:
+    def __init__(self, communicator: Ranks, path: str, text: bytes) -> None:
         self.communicator = communicator
         self.path = path
         self.parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
@@ -120,40 +140,16 @@ class Reading:
         self.owns: dict[int, Own] = {}
         self.own_arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
-        self._folder = ""
-        self._readers: list[int] = []
+        folder, _, data = text.partition(b"\0")
+        self._folder, self.manifest = os.fsdecode(folder), parse(data, path)
+        self._readers, _ = places(communicator.node_of, len(self.manifest.shards))
+        self.own_table: Array = np.array(self.manifest.own or np.empty((3, 0)), np.int64)
+        self.own_table[0] = np.array(self._readers)[self.own_table[0]]
 
     @property
     def same_ranks(self) -> bool:
         """Whether as many ranks saved as there are now."""
         return self.manifest.ranks == self.communicator.size
-
-    def read_text(self) -> bytes:
-        """Return the folder and the manifest, on rank 0."""
-        folder = self.path
-        if not os.path.lexists(folder):  # a job may have ended between the two renames
-            above, name = os.path.split(folder)
-            replaced = os.path.join(above, REPLACED.format(name))
-            folder = replaced if os.path.lexists(replaced) else folder
-        check_is_trusted(folder)
-        return os.fsencode(folder) + b"\0" + read_text(folder)
-
-    def tell(self, text: bytes) -> bytes:
-        """Return what rank 0 has read, on every rank.  Collective."""
-        ranks, length = self.communicator, np.array([len(text)], np.int64)
-        ranks.bcast(length, 0)
-        message = np.frombuffer(text, np.uint8).copy() if ranks.rank == 0 else np.empty(int(length[0]), np.uint8)
-        ranks.bcast(message, 0)
-        return message.tobytes()
-
-    def parse(self, text: bytes) -> Manifest:
-        """Return the manifest from what `read_text` has returned; CheckpointDamagedError for a manifest of no save."""
-        folder, _, data = text.partition(b"\0")
-        self._folder, self.manifest = os.fsdecode(folder), parse(data, self.path)
-        self._readers, _ = places(self.communicator.node_of, len(self.manifest.shards))
-        self.own_table = np.array(self.manifest.own or np.empty((3, 0)), np.int64)
-        self.own_table[0] = np.array(self._readers)[self.own_table[0]]
-        return self.manifest
 
     def read_shards(self, names: Collection[str]) -> None:
         """Read this rank's shards, whole; keep the arrays below some names, and the per-rank data.
@@ -163,7 +159,7 @@ class Reading:
         """
         items, own = self.manifest.items, self.manifest.own
         shared = shares(items, len(self.manifest.shards))
-        for number, (reader, shard) in enumerate(zip(self._readers, self.manifest.shards, strict=True)):
+        for number, (reader, size_and_sum) in enumerate(zip(self._readers, self.manifest.shards, strict=True)):
             for path, (begin, stop) in shared[number].items():
                 self.parts[path].append((reader, begin, stop))
             if reader == self.communicator.rank:
@@ -173,7 +169,7 @@ class Reading:
                     is_kept = path.partition("/")[0] in names
                     entries.append((path, (stop - begin) * items[path].itemsize, is_kept))
                 file = os.path.join(self._folder, shard_name(number))
-                contents = read_shard(file, shard.nbytes, shard.checksum, entries)
+                contents = read_shard(file, *size_and_sum, entries)
                 self.owns |= {
                     rank: Own(contents.pop(f"_rank {rank}"), self.manifest, rank, self.path) for rank in ranks
                 }
@@ -208,9 +204,9 @@ class Reading:
 
 def arrays_of(path: str) -> dict[str, Array]:
     """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
-    source = Reading(Alone(), path)
     with reading("Checkpoint.arrays", path):
-        manifest = source.parse(source.read_text())
+        source = Reading(Alone(), path, read_text(path))
+        manifest = source.manifest
         source.read_shards(manifest.names)
         source.own_arrays = source.owns[0].arrays if source.owns else {}
         items = {name: item for name, item in manifest.items.items() if item.is_array}

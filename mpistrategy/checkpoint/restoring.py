@@ -26,8 +26,7 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_tensor, library_of
-from mpistrategy.checkpoint.generators import checked_state, set_state
-from mpistrategy.checkpoint.reading import Reading, deliver, store
+from mpistrategy.checkpoint.reading import Reading, deliver, from_rank_0, read_text, store
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.state import (
     ARRAYS,
@@ -41,7 +40,7 @@ from mpistrategy.checkpoint.state import (
 )
 from mpistrategy.checkpoint.storage.files import reading
 from mpistrategy.checkpoint.storage.format import COMBINED, ONE, OWN, ROWS, Item, Manifest, dtype_of
-from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, from_json
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, checked_state, from_json, set_state
 from mpistrategy.errors import CheckpointMismatchError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.kept import Kept
@@ -80,24 +79,18 @@ class Restored:
     objects: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
-def restore(
-    objects: dict[str, Any], state: State, layout: dict[str, Any], path: str, partial: bool, call: Call
-) -> Restored:
-    """Restore `objects`, and put new objects into it, from the checkpoint at `path`.  Collective.
-
-    `layout` is `Strategy.layout()` now.
-    """
+def restore(objects: dict[str, Any], state: State, path: str, partial: bool, call: Call) -> Restored:
+    """Restore `objects`, and put new objects into it, from the checkpoint at `path`.  Collective."""
     communicator = state.strategy.extended.communicator
-    source, text = Reading(communicator, path), b""
-    call.expect_more()
+    text = b""
     if communicator.rank == 0:
         with reading(call.where, path):
-            text = source.read_text()
+            text = read_text(path)
     call.agree("read a manifest")
-    text = source.tell(text)
+    text = from_rank_0(communicator, text)
     call.expect_more()
     with reading(call.where, path):
-        manifest = source.parse(text)
+        source = Reading(communicator, path, text)
         source.read_shards(objects)
     call.agree("read shards", patiently=True)
     source.tell_owns(call)
@@ -107,11 +100,12 @@ def restore(
     fit.prepare(objects)
     fit.staged = deliver(source, fit.targets())
     call.expect_more()
+    manifest = source.manifest
     objects.update({name: fit.restored(name) for name in manifest.names if name in objects})
     fit.reset()
     call.agree("restore a checkpoint")
     left_out = tuple(printable(skipped, "") for skipped in fit.left_out)
-    notes = _notes(manifest, layout)
+    notes = _notes(manifest, state.strategy.layout())
     return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, left_out, dict(objects))
 
 
@@ -274,8 +268,7 @@ class Comparison:
     def _below(self, path: str, item: Item) -> dict[Any, str]:
         """Return the paths below an item by key; ValueError for more or fewer keys than paths."""
         paths = self._paths_below[path]
-        has_keys, has_state = item.kind in KEPT | {"dict"}, item.kind in ("module", "object")
-        keys = item.keys if has_keys else ["state"] if has_state else range(len(paths))
+        keys = ["state"] if item.kind in ("module", "object") else item.keys or range(len(paths))
         return dict(zip(keys, paths, strict=True))
 
     def _value(self, path: str, item: Item) -> Any:
@@ -292,11 +285,10 @@ class Comparison:
         item = self._items[path]
         if item.is_array:
             return np.broadcast_to(np.zeros((), dtype_of(item.dtype)), self._shape_of(path, item))
-        if item.kind == "list":
-            return [self._zero_state(inner) for inner in self._below(path, item).values()]
-        if item.kind in KEPT | {"dict"}:
-            return {key: self._zero_state(inner) for key, inner in self._below(path, item).items()}
-        return self._value(path, item) if item.kind == "plain" else None
+        if item.kind == "plain":
+            return self._value(path, item)
+        children = {key: self._zero_state(inner) for key, inner in self._below(path, item).items()}
+        return [*children.values()] if item.kind == "list" else children
 
     # ------------------------------------------------------------------------------------------- restoring
 

@@ -40,9 +40,9 @@ from mpistrategy.checkpoint.storage.format import (
     ALIGNMENT,
     NAME,
     ONE,
+    OWN,
     ROWS,
     Manifest,
-    Shard,
     by_width,
     dumps,
     is_checkpoint,
@@ -66,8 +66,6 @@ SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
 _DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.1
-#: How long a rank that misses its shard waits for rank 0 to remove the rest of the folder.
-_REMOVING_SECONDS = 5.0
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
 _STALLED_SECONDS = 60.0
 #: A checkpoint gets one writer for so many bytes.
@@ -84,7 +82,6 @@ class Saving(NotPickled):
         communicator: the ranks.
         path: the folder.
         overwrite: whether to replace an existing checkpoint.
-        layout: `Strategy.layout()`.
 
     Attributes:
         path: the folder.
@@ -95,23 +92,21 @@ class Saving(NotPickled):
 
     _instead_of_pickling = "Send its path."
 
-    def __init__(self, communicator: Ranks, path: str, overwrite: bool, layout: dict[str, Any]) -> None:
+    def __init__(self, communicator: Ranks, path: str, overwrite: bool) -> None:
         self.path = path
         self.is_committed: bool = False
         self.has_failed: bool = False
         self._communicator = communicator
         self._overwrite = overwrite
-        #: The folder while it is written, and its lock; the writers, and the contents.
+        #: The folder while it is written, and its lock; the writers.
         self._folder = ""
         self._lock: files.Lock | None = None
         self._writers: list[int] = []
-        self._manifest = Manifest(communicator.size, (), {}, [], layout, version())
         #: Whether this rank has written its shard; and whether its thread is done.
         self._written, self._done = threading.Event(), threading.Event()
         self._done.set()
-        #: Lets the thread look for the shards at once; whether another rank has failed.
+        #: Lets the thread look for the shards at once.
         self._look_now = threading.Event()
-        self._is_cancelled = False
         #: The error in the thread of this rank; and the error that all ranks know and no call has raised.
         self._error: CheckpointError | None = None
         self._failure: CheckpointError | None = None
@@ -125,7 +120,6 @@ class Saving(NotPickled):
 
         Collective; the caller abandons it on errors.
         """
-        call.expect_more()
         digests = state.digests()
         if self._communicator.rank == 0:
             with files.writing(call.where, self.path):
@@ -134,35 +128,35 @@ class Saving(NotPickled):
         self._folder = self._communicator.allgather_text(self._folder)[0]
         state.decide(digests, self._communicator)
         self._writers, own, pieces = collect(state, self._communicator, call)
-        self._manifest = dataclasses.replace(self._manifest, items=state.items, own=own)
-        if pieces is not None and not files.is_folder(self._folder):
+        manifest = Manifest(self._communicator.size, [], state.items, own, state.strategy.layout(), version())
+        if pieces and not files.is_folder(self._folder):
             raise CheckpointWriteError.at(
                 call.where,
                 found=f"nothing at {self._folder!r}, where rank 0 has made a folder",
                 expected="a file system that the nodes of all ranks share",
             )
         if not wait:
-            pieces = None if pieces is None else [bytes(piece) for piece in pieces]
+            pieces = [bytes(piece) for piece in pieces]
         if self._communicator.rank == 0:
-            self._manifest.text(call.where)  # too much of it is refused here
+            manifest.text(call.where)  # too much of it is refused here
         call.agree("begin to write")  # no rank starts to write if another cannot
-        self._start(pieces)
+        self._start(pieces, manifest)
         if wait:
             self._join(call)
         else:
             _note(self)
         return state.by_name(digests)
 
-    def _start(self, pieces: list[Any] | None) -> None:
-        """Write this rank's shard in a thread; at once where none can be started."""
-        if pieces is None:
+    def _start(self, pieces: list[Any], manifest: Manifest) -> None:
+        """Write this rank's shard, if it has one, in a thread; at once where none can be started."""
+        if not pieces:
             self._written.set()
             return
         self._done.clear()
         try:
-            threading.Thread(target=self._work, args=(pieces,), name=f"checkpoint {self.path}").start()
+            threading.Thread(target=self._work, args=(pieces, manifest), name=f"checkpoint {self.path}").start()
         except (RuntimeError, MemoryError):  # no more threads for this user, or no memory for one
-            self._work(pieces)
+            self._work(pieces, manifest)
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
@@ -198,7 +192,7 @@ class Saving(NotPickled):
 
     # ------------------------------------------------------------------------------------------- in a thread
 
-    def _work(self, pieces: list[Any]) -> None:
+    def _work(self, pieces: list[Any], manifest: Manifest) -> None:
         """Write this rank's shard; on rank 0, complete the checkpoint when all are there.  Errors wait for `_join`."""
         rank = self._communicator.rank
         number = self._writers.index(rank)
@@ -208,33 +202,23 @@ class Saving(NotPickled):
                 name = _DONE.format(number, *files.write(path, pieces))
                 files.change(os.rename, path, os.path.join(self._folder, name))
             pieces.clear()
+            self._written.set()
             if rank == 0:
-                self._written.set()
                 with files.writing(_WHERE, self.path):
-                    self._complete()
+                    self._complete(manifest)
         except BaseException as error:
             unexpected = CheckpointWriteError.at(
                 _WHERE, found=f"{type(error).__name__}: {error}", expected="memory and time to write"
             )
-            own_error = error if isinstance(error, CheckpointError) else unexpected
-            if rank == 0:
-                self._error = own_error
-                self._remove()
-            elif self._is_kept(error):
-                self._error = own_error
+            if rank == 0 or os.path.lexists(self._folder):  # else rank 0 has removed it, and says why
+                self._error = error if isinstance(error, CheckpointError) else unexpected
                 with contextlib.suppress(OSError):
                     files.write(os.path.join(self._folder, f"{_FAILED}{rank}"), [])
+            self._remove()
         finally:
             pieces.clear()  # also what an error's traceback would hold
             self._written.set()
             self._done.set()
-
-    def _is_kept(self, error: BaseException) -> bool:
-        """Return whether there is still the folder, which rank 0 removes after another rank's error."""
-        end = time.monotonic() + (_REMOVING_SECONDS if isinstance(error.__cause__, FileNotFoundError) else 0.0)
-        while os.path.lexists(self._folder) and time.monotonic() < end:
-            time.sleep(_LONGEST_PAUSE)
-        return os.path.lexists(self._folder)
 
     def _marks(self) -> list[str]:
         """Wait until all shards are written; return their names, in order, none after a failure.
@@ -243,7 +227,7 @@ class Saving(NotPickled):
             CheckpointWriteError: when nothing has moved in the folder for as long as a collective may wait.
         """
         for names in self._looks(self._communicator.guard.timeout):
-            if self._is_cancelled or any(name.startswith(_FAILED) for name in names):
+            if self.has_failed or any(name.startswith(_FAILED) for name in names):
                 return []
             marks = sorted(name for name in names if name.startswith(_DONE[:5]))
             if len(marks) == len(self._writers):
@@ -335,7 +319,7 @@ class Saving(NotPickled):
                 raise self._error
             call.agree(step, destination=self.path, patiently=True)
             self._look_now.set()
-        self._end(committed=True)
+        self._end()
 
     def _raise_failure(self, where: str) -> None:
         """Raise the error of a failed save, once, on every rank: the same error, in the public call `where`."""
@@ -353,17 +337,17 @@ class Saving(NotPickled):
 
     # ------------------------------------------------------------------------------------------- completing it
 
-    def _complete(self) -> None:
+    def _complete(self, manifest: Manifest) -> None:
         """Wait for the shards, write the manifest and put the checkpoint in its place; on rank 0."""
-        shards = []
+        shards: list[tuple[int, str]] = []
         for number, mark in enumerate(self._marks()):
             _, _, nbytes, checksum = mark.split("-")
-            shards.append(Shard(int(nbytes), checksum))
+            shards.append((int(nbytes), checksum))
             files.change(os.rename, *(os.path.join(self._folder, name) for name in (mark, shard_name(number))))
         if not shards:
             self._remove()
             return
-        text = dataclasses.replace(self._manifest, shards=tuple(shards)).text(_WHERE)
+        text = dataclasses.replace(manifest, shards=shards).text(_WHERE)
         files.write(os.path.join(self._folder, NAME), [text])
         files.sync(self._folder)
         parent, name = os.path.split(self.path)
@@ -387,23 +371,27 @@ class Saving(NotPickled):
 
     def _abandon(self) -> None:
         """Give up the save.  Never raises."""
-        self._is_cancelled = True
+        self.has_failed = True
         self._look_now.set()
         self._done.wait()
         self._remove()
-        self._end(committed=False)
+        self._end()
 
     def _remove(self) -> None:
-        """Remove the folder on the rank that made it; what cannot be removed is left to the next save."""
-        if self._communicator.rank == 0 and self._folder:
-            with contextlib.suppress(OSError):
-                files.remove(self._folder)
+        """Remove the folder on the rank that made it; what cannot be removed is left to the next save.
 
-    def _end(self, *, committed: bool) -> None:
+        It gets another name first: a rank that still writes sees that all of it is gone, not a part.
+        """
+        if self._communicator.rank == 0 and self._folder:
+            hidden = self._folder[:-8] + secrets.token_hex(4)
+            with contextlib.suppress(OSError):
+                files.change(os.rename, self._folder, hidden)
+                files.remove(hidden)
+
+    def _end(self) -> None:
         """Note the outcome, which all ranks know now."""
         self._is_known = True
-        self.is_committed, self.has_failed = committed, not committed
-        self._manifest = dataclasses.replace(self._manifest, items={})
+        self.is_committed = not self.has_failed
         if self._lock is not None:
             self._lock.close()
 
@@ -433,8 +421,8 @@ def places(node_of: Sequence[int], count: int) -> tuple[list[int], Array]:
     return by_node[np.arange(count) * max(size, count) // count % size].tolist(), shard_of
 
 
-def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[list[int]], list[Any] | None]:
-    """Return the writers, `Manifest.own`, and the bytes of the shard that this rank writes; None if it writes none.
+def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[list[int]], list[Any]]:
+    """Return the writers, `Manifest.own`, and the bytes of the shard that this rank writes, none if it writes none.
 
     Collective.  The ranks have agreed on the items that are saved once.  They expect one more agreement: a rank that
     has no memory for its part tells the other ranks.
@@ -470,7 +458,7 @@ def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], l
         blocks |= {rank: [block] for rank, block in zip(np.flatnonzero(is_here).tolist(), others, strict=False)}
     own_table = np.column_stack([shard_of, table]).T.tolist() if own else []
     if me not in writers:
-        return writers, own_table, None
+        return writers, own_table, []
     arrays = {}
     for path, (begin, stop) in shares(items, count)[writers.index(me)].items():
         array = state.arrays[path]
@@ -485,7 +473,7 @@ def _own(state: State, where: str) -> tuple[list[Array], list[int]]:
     values = {
         path: state.arrays[path].shape if item.is_array else state.values[path]
         for path, item in items.items()
-        if item.has_lines
+        if item.copies in (OWN, ROWS)
     }
     if not items:
         return [], [0, 0]

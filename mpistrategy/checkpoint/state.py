@@ -20,10 +20,9 @@ from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign, library_of
-from mpistrategy.checkpoint.generators import GENERATORS, state_of
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.storage.format import DEEPEST, ONE, OWN, ROWS, Item, dtype_text
-from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, below, to_json
+from mpistrategy.checkpoint.storage.plain_values import GENERATORS, NOT_PLAIN, below, state_of, to_json
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.kept import Kept, Leaf, is_stateful
@@ -100,11 +99,11 @@ class State:
                 self.firsts[path] = value.first
             value = value.value
         self.live[path] = value
-        plain = to_json(value)
+        is_generator = isinstance(value, GENERATORS)
+        plain = to_json(state_of(value) if is_generator else value)
         if plain is not NOT_PLAIN:
-            self._add_value(path, "plain", copies, plain)
-        elif isinstance(value, GENERATORS):
-            self._add_value(path, "rng", copies, to_json(state_of(value)))
+            self.items[path] = Item("rng" if is_generator else "plain", copies)
+            self.values[path] = plain
         elif isinstance(value, Variable):
             self._paths.setdefault(id(value), path)
             self._add_array(path, "variable", self._copies_of(value), value.local_view)
@@ -144,10 +143,6 @@ class State:
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
         self.items[path] = Item(kind, copies, dtype, array.shape)
         self.arrays[path] = array
-
-    def _add_value(self, path: str, kind: str, copies: str, value: Any) -> None:
-        self.items[path] = Item(kind, copies)
-        self.values[path] = value
 
     def _unknown(self, path: str, value: Any) -> OptionTypeError:
         return OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)

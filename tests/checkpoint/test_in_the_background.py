@@ -171,7 +171,7 @@ def test_rank_0_waits_as_long_as_shards_grow_or_get_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a shard gets its name while rank 0 looks."""
-    saving, scandir = Saving(Alone(), str(tmp_path / "c"), False, {}), os.scandir
+    saving, scandir = Saving(Alone(), str(tmp_path / "c"), False), os.scandir
     saving._folder = str(tmp_path)
     looks = saving._looks(0.0)
     (tmp_path / "a").touch()

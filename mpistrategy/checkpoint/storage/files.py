@@ -135,14 +135,9 @@ def write(path: str, pieces: Iterable[Any]) -> tuple[int, str]:
 
 def make_folders(folder: str) -> None:
     """Make a folder and its missing parents, whose names reach the disk."""
-    new, above = [], folder
-    while not os.path.isdir(above):
-        above = os.path.dirname(above)
-        new.append(above)
-    own_files.make_folders(folder)
-    for parent in new:
+    for new in own_files.make_folders(folder):
         with contextlib.suppress(PermissionError):  # of a folder that cannot be listed
-            sync(parent)
+            sync(os.path.dirname(new))
 
 
 def sync(folder: str) -> None:

@@ -33,7 +33,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.storage.files import PIECE_BYTES, checksum_of, damaged, is_ours, moves_on, opened
-from mpistrategy.errors import CheckpointDamagedError, CheckpointError, DTypeError, OptionError
+from mpistrategy.errors import CheckpointError, DTypeError, OptionError
 from mpistrategy.objects.text import printable
 
 NAME = "manifest.json"
@@ -45,23 +45,8 @@ COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 1_000_000
 #: The most levels of objects.
 DEEPEST = 100
-_LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
-_LONGEST_HEAD = 200
 _BODY, _END = b'"body":', b"}\n"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of arrays.
-
-    Attributes:
-        nbytes: its size in bytes.
-        checksum: of all its bytes.
-    """
-
-    nbytes: int
-    checksum: str
 
 
 @dataclass(frozen=True)
@@ -94,11 +79,6 @@ class Item:
     def is_of_each_rank(self) -> bool:
         """Whether each rank has its own array or value."""
         return self.copies not in ("", ONE)
-
-    @property
-    def has_lines(self) -> bool:
-        """Whether each rank has a value, or an array whose shape may differ between the ranks."""
-        return self.copies in (OWN, ROWS)
 
     @property
     def elements(self) -> int:
@@ -144,7 +124,7 @@ class Manifest:
 
     Attributes:
         ranks: how many ranks saved it.
-        shards: its files.
+        shards: the size and the checksum of each of its files.
         items: the items, by path.
         own: of each rank's data, a list over the ranks: the shard that has them, how many bytes their values and all
             together have, and the number of rows of each `ROWS`.  Empty without per-rank data.
@@ -153,7 +133,7 @@ class Manifest:
     """
 
     ranks: int
-    shards: tuple[Shard, ...]
+    shards: Sequence[tuple[int, str]]
     items: dict[str, Item]
     own: list[list[int]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
@@ -176,15 +156,8 @@ class Manifest:
 
     def text(self, where: str) -> bytes:
         """Return the bytes of the file; raise OptionError for more names and plain values than `parse` accepts."""
-        body = {
-            "ranks": self.ranks,
-            "shards": [[*vars(shard).values()] for shard in self.shards],
-            "items": {path: [*vars(item).values()] for path, item in self.items.items()},
-            "own": self.own,
-            "layout": self.layout,
-            "written_by": self.written_by,
-        }
-        return with_head(dumps(body, where))
+        items = {path: [*vars(item).values()] for path, item in self.items.items()}
+        return with_head(dumps({**vars(self), "items": items}, where))
 
 
 def with_head(body: bytes) -> bytes:
@@ -199,14 +172,8 @@ def is_checkpoint(folder: str) -> bool:
     with suppress(CheckpointError, OSError):
         if is_ours(folder):
             with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
-                return _HEAD.match(file.read(_LONGEST_HEAD)) is not None
+                return _HEAD.match(file.read(200)) is not None
     return False
-
-
-def read_text(folder: str) -> bytes:
-    """Return the bytes of the manifest in a folder; CheckpointDamagedError if there is none."""
-    with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
-        return file.read()
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -227,43 +194,40 @@ def parse(data: bytes, where: str) -> Manifest:
     body = loads(inner[len(_BODY) : -len(_END)], where)
     try:
         return _manifest(**body)
-    except CheckpointDamagedError:
-        raise
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise damaged(where, f"a manifest that contradicts itself ({str(error)[:80]})") from error
 
 
 def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, written_by: Any) -> Manifest:
-    _require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
+    require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
     for nbytes, checksum in shards:
-        _require(_is_count(nbytes, MOST_BYTES) and re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "shards")
+        require(_is_count(nbytes, MOST_BYTES) and re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "shards")
     checked: dict[str, Item] = {}
     for path, packed in items.items():
-        _require(not path.startswith("_") and ("/" not in path or path.rpartition("/")[0] in checked), "paths")
-        _require(path.count("/") <= DEEPEST, "levels")
+        require(not path.startswith("_") and ("/" not in path or path.rpartition("/")[0] in checked), "paths")
+        require(path.count("/") <= DEEPEST, "levels")
         checked[path] = _item(*packed)
-    _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION and isinstance(layout, dict), "layout")
-    files = tuple(Shard(*packed) for packed in shards)
-    manifest = Manifest(ranks, files, checked, own, layout, printable(written_by, ""))
-    _require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
+    require(isinstance(written_by, str) and len(written_by) <= 100 and isinstance(layout, dict), "layout")
+    manifest = Manifest(ranks, shards, checked, own, layout, printable(written_by, ""))
+    require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
     for column in own:
-        _require(len(column) == ranks and all(_is_count(number, MOST_BYTES) for number in column), "data of a rank")
-    _require(all(number < len(shards) for number in own[0]) if own else True, "data in no shard")
+        require(len(column) == ranks and all(_is_count(number, MOST_BYTES) for number in column), "data of a rank")
+    require(all(number < len(shards) for number in own[0]) if own else True, "data in no shard")
     return manifest
 
 
 def _item(kind: Any, copies: Any, dtype: Any, shape: Any, keys: Any, values: Any) -> Item:
     """Return the item of these values."""
-    _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
-    _require(keys is None or type(keys) is list, "keys")
-    _require((kind == ROWS) == (copies == ROWS), "rows")
+    require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
+    require(keys is None or type(keys) is list, "keys")
+    require((kind == ROWS) == (copies == ROWS), "rows")
     if dtype:
         elements = dtype_of(dtype)
-        _require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
-        _require(copies not in COMBINED or elements.kind not in "mMSU", "copies")
-        _require(copies != ROWS or bool(shape), "rows")
+        require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
+        require(copies not in COMBINED or elements.kind not in "mMSU", "copies")
+        require(copies != ROWS or bool(shape), "rows")
     else:
-        _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not shape, "values")
+        require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not shape, "values")
     return Item(kind, copies, dtype, tuple(shape), keys, tuple(values))
 
 
@@ -271,7 +235,8 @@ def _is_count(number: Any, most: int) -> bool:
     return type(number) is int and 0 <= number <= most
 
 
-def _require(holds: bool, subject: str) -> None:
+def require(holds: bool, subject: str) -> None:
+    """Raise ValueError, with the subject, for what no save has written."""
     if not holds:
         raise ValueError(subject)
 
@@ -338,8 +303,8 @@ def pieces_of(owns: Mapping[int, list[Array]], arrays: Mapping[str, Array]) -> l
     start = 0
     for path, name, shape, pieces in entries:
         stop = start + sum(piece.size for piece in pieces)
-        places = [start, stop]
-        header[path] = {"dtype": name, "shape": [stop - start] if shape is None else shape, "data_offsets": places}
+        shape = [stop - start] if shape is None else shape
+        header[path] = {"dtype": name, "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
@@ -449,7 +414,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
     """Return the dtype of a name, in native byte order.
 
     Raises:
-        CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown name.
+        ValueError: for a name that `dtype_text` does not return, or an unknown name.
     """
     try:
         name = text if _NUMPYS.fullmatch(text) else getattr(importlib.import_module("ml_dtypes"), text)
@@ -458,7 +423,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
             return dtype.newbyteorder("=")
     except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
         pass
-    raise damaged("a manifest", f"the dtype {reprlib.repr(text)}")
+    raise ValueError(f"the dtype {reprlib.repr(text)}")
 
 
 def is_shape(shape: Any, itemsize: int) -> bool:
