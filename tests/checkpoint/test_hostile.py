@@ -388,29 +388,3 @@ def test_a_number_of_steps_of_another_dtype(tmp_path: Path) -> None:
         rewritten(tmp_path / "c", lambda content: item(content, "adam/iterations", 2, "<f8"))
         with pytest.raises(errors.CheckpointMismatchError, match="no number of steps"):
             ms.Checkpoint(adam=ms.optimizers.Adam(), weights=weights).restore(tmp_path / "c")
-
-
-# ------------------------------------------------------------------------------------------------ links
-
-
-@one_rank
-def test_links_in_the_place_of_checkpoints_lead_nowhere(tmp_path: Path) -> None:
-    """What a link leads to is not written to, restored or removed."""
-    with ms.OneDeviceStrategy("CPU:0").scope():
-        checkpoint = ms.Checkpoint(x=ms.Variable(1.0))
-    manager = ms.CheckpointManager(checkpoint, tmp_path / "m", keep=1)
-    manager.save(5)
-    os.rename(manager.path_of(5), tmp_path / "theirs")
-    links = ["c", ".c.replaced", "m/step-000000000001", "m/.step-000000000002.saving-00ff00ff00ff00ff"]
-    for name in links:
-        (tmp_path / name).symlink_to(tmp_path / "theirs")
-    before = {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
-    with pytest.raises(errors.CheckpointExistsError):
-        checkpoint.save(tmp_path / "c", overwrite=True)
-    with pytest.raises(errors.CheckpointDamagedError, match="symbolic link"):
-        checkpoint.restore(tmp_path / "c")
-    for step in (8, 9):
-        manager.save(step)
-    assert manager.steps() == [9]
-    manager.close()
-    assert {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before

@@ -185,6 +185,13 @@ def outcomes(function: Callable[..., Any], *args: Any) -> list[Outcome]:
     return results
 
 
+def all_raise(error: type[Exception], function: Callable[..., Any], *args: Any) -> str:
+    """Check that a call raises an error of this class on every rank; return the text of rank 0's."""
+    ended = outcomes(function, *args)
+    assert {end.error for end in ended} == {error}, ended
+    return ended[0].text
+
+
 @contextmanager
 def raising(error: BaseException, event: str, name: str, after: int = 0) -> Iterator[None]:
     """Raise in a function of this name, as the handler of a signal may, and say nothing where that comes out.
