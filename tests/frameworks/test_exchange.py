@@ -49,17 +49,6 @@ def test_a_sum_that_nothing_holds_is_not_pointed_at(strategy: ms.Strategy) -> No
     assert np.asarray(small).dtype.name == "bfloat16"
 
 
-def test_jax_takes_a_copy_and_optimizers_its_gradients(strategy: ms.Strategy) -> None:
-    jax = pytest.importorskip("jax")
-    with strategy.scope():
-        variable, optimizer = ms.Variable(np.ones(4, np.float32)), ms.optimizers.SGD(1.0)
-    array = jax.numpy.asarray(variable)
-    variable.assign(np.zeros(4, np.float32))
-    assert jax.jit(lambda x: x.sum())(array) == 4
-    strategy.run(lambda: optimizer.apply_gradients([(RANK * array, variable)]))
-    assert variable.numpy().tolist() == [-sum(range(SIZE))] * 4
-
-
 def test_gradients_are_left_out_of_metrics_and_steps(strategy: ms.Strategy) -> None:
     with strategy.scope():
         mean, accuracy = ms.metrics.Mean(), ms.metrics.Accuracy()
