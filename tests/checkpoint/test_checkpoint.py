@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Training, checkpoint_of, many_writers, shared_folder, variable
+from checkpoints import Training, checkpoint_of, many_writers, shared_folder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, all_raise, outcomes, several, still_works
+from replicas import RANK, SIZE, all_raise, new_variable, outcomes, several, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -69,7 +69,7 @@ SHAPES = [(), (0, 3), (5,), (2, 3)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_shape(strategy: ms.MirroredStrategy, folder: Path, dtype: Any, writers: int) -> None:
     values = [np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2 + 1).astype(dtype) for shape in SHAPES]
-    variables, arrays = [variable(strategy, value) for value in values], [value.copy() for value in values]
+    variables, arrays = [new_variable(strategy, value) for value in values], [value.copy() for value in values]
     own = [np.array(value + value * (RANK % 2)).astype(dtype) for value in values]
     fortran = [value.copy(order="F") for value in values]
     checkpoint = checkpoint_of(strategy, variables=variables, arrays=arrays, own=own, fortran=fortran)
@@ -121,7 +121,7 @@ def test_plain_values_keep_their_types_and_bits(strategy: ms.MirroredStrategy, v
 
 def test_lists_that_grow_and_shrink(strategy: ms.MirroredStrategy, folder: Path) -> None:
     history: list[Any] = [np.zeros(2), np.ones(3)]
-    mixed: dict[str, Any] = {"w": variable(strategy, 1.0), "log": [1], "extra": np.zeros(1)}
+    mixed: dict[str, Any] = {"w": new_variable(strategy, 1.0), "log": [1], "extra": np.zeros(1)}
     checkpoint = checkpoint_of(strategy, history=history, mixed=mixed)
     checkpoint.save(folder / "c")
     history[:] = [history[0]]
@@ -152,7 +152,7 @@ class Model:
 
 
 def test_objects_with_a_state_dict(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    model = Model(variable(strategy, [1.0, 2.0]))
+    model = Model(new_variable(strategy, [1.0, 2.0]))
     checkpoint = checkpoint_of(strategy, models=[model])
     checkpoint.save(folder / "c")
     model.weights.assign([0.0, 0.0])
@@ -191,7 +191,10 @@ def test_generators_go_on(strategy: ms.MirroredStrategy, folder: Path) -> None:
 @pytest.mark.parametrize("momentum", [None, 0.5, 0.0])
 def test_an_optimizer_of_another_step(strategy: ms.MirroredStrategy, folder: Path, momentum: float | None) -> None:
     """Saved before its first step, with a momentum, or after the momentum was turned off."""
-    weights, counter = variable(strategy, np.ones(2)), variable(strategy, np.int32(0), aggregation="ONLY_FIRST_REPLICA")
+    weights, counter = (
+        new_variable(strategy, np.ones(2)),
+        new_variable(strategy, np.int32(0), aggregation="ONLY_FIRST_REPLICA"),
+    )
     sgd = ms.optimizers.SGD(0.5, momentum=0.5, aggregation="MEAN")
     sgd.iterations = counter  # of the program's own
     checkpoint = checkpoint_of(strategy, weights=weights, sgd=sgd)
@@ -209,7 +212,7 @@ def test_an_optimizer_of_another_step(strategy: ms.MirroredStrategy, folder: Pat
 
 
 def test_variables_that_only_the_optimizer_knows(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    weights, adam = variable(strategy, np.ones(2)), ms.optimizers.Adam(0.5)
+    weights, adam = new_variable(strategy, np.ones(2)), ms.optimizers.Adam(0.5)
     with strategy.scope():
         adam.build([weights])
     checkpoint_of(strategy, adam=adam).save(folder / "c")
@@ -276,18 +279,18 @@ def test_what_is_not_read_when_an_iterator_goes_on(strategy: ms.MirroredStrategy
 
 
 def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    kept = variable(strategy, np.ones(3))
+    kept = new_variable(strategy, np.ones(3))
     checkpoint_of(
-        strategy, kept=kept, w=variable(strategy, np.ones(2)), dtype=variable(strategy, np.ones(2)), gone=1,
+        strategy, kept=kept, w=new_variable(strategy, np.ones(2)), dtype=new_variable(strategy, np.ones(2)), gone=1,
         array=np.zeros(3), adam=ms.optimizers.Adam(), rng=np.random.default_rng(0), seeded=strategy.rng(1), kind=1.0,
     ).save(folder / "c")  # fmt: skip
     kept.assign(np.zeros(3))
     frozen = np.zeros(3)
     frozen.flags.writeable = False
     other = checkpoint_of(
-        strategy, kept=kept, w=variable(strategy, np.ones(3)), dtype=variable(strategy, np.ones(2, np.float32)), new=1,
-        array=frozen, adam=ms.optimizers.SGD(), rng=np.random.Generator(np.random.MT19937(0)), seeded=strategy.rng(2),
-        kind=kept,
+        strategy, kept=kept, w=new_variable(strategy, np.ones(3)), dtype=new_variable(strategy, np.ones(2, np.float32)),
+        new=1, array=frozen, adam=ms.optimizers.SGD(), rng=np.random.Generator(np.random.MT19937(0)),
+        seeded=strategy.rng(2), kind=kept,
     )  # fmt: skip
     text = all_raise(errors.CheckpointMismatchError, other.restore, folder / "c")
     for line in (
@@ -304,7 +307,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredSt
 
 @pytest.mark.mpi(min_size=2)
 def test_what_does_not_fit_on_one_rank(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    kept = variable(strategy, np.ones(3))
+    kept = new_variable(strategy, np.ones(3))
     checkpoint_of(strategy, kept=kept, own=np.ones(RANK)).save(folder / "c")
     kept.assign(np.zeros(3))
     other = checkpoint_of(strategy, kept=kept, own=np.zeros(RANK + (RANK == SIZE - 1)))
@@ -314,7 +317,7 @@ def test_what_does_not_fit_on_one_rank(strategy: ms.MirroredStrategy, folder: Pa
 
 
 def test_a_part_can_be_restored(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    a, b = variable(strategy, [1.0]), variable(strategy, [2.0])
+    a, b = new_variable(strategy, [1.0]), new_variable(strategy, [2.0])
     checkpoint_of(strategy, a=a, old=3, nest={"x": a}).save(folder / "c")
     a.assign([0.0])
     restored = checkpoint_of(strategy, a=a, b=b, nest={"x": a}).restore(folder / "c", partial=True)
@@ -384,7 +387,7 @@ def test_paths_that_are_none(strategy: ms.MirroredStrategy, folder: Path, what: 
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_do_not_do_the_same(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    weights = variable(strategy, np.ones(2))
+    weights = new_variable(strategy, np.ones(2))
     checkpoint = checkpoint_of(strategy, w=weights)
     other = checkpoint_of(strategy, w=weights, more=1)
     differences: list[Callable[[], Any]] = [
@@ -412,7 +415,7 @@ def test_not_in_a_step_and_not_after_close(folder: Path) -> None:
 @pytest.mark.mpi(min_size=2)  # variables of one replica belong to anybody
 def test_a_checkpoint_of_two_strategies(strategy: ms.MirroredStrategy, folder: Path) -> None:
     with closing(ms.MirroredStrategy()) as other:
-        checkpoint = checkpoint_of(strategy, a=variable(strategy, 1.0), b=variable(other, 1.0))
+        checkpoint = checkpoint_of(strategy, a=new_variable(strategy, 1.0), b=new_variable(other, 1.0))
         all_raise(errors.OptionError, checkpoint.save, folder / "x")
 
 
@@ -517,7 +520,7 @@ MADE: dict[str, Callable[[float], Any]] = {
 def test_a_new_object_that_a_checkpoint_does_not_know(strategy: ms.MirroredStrategy, folder: Path, what: str) -> None:
     """Is saved through a function; without one a warning says so, once."""
     x = MADE[what](1.0)
-    checkpoint = checkpoint_of(strategy, x=x, weights=variable(strategy, 1.0), lasting=lambda: 5)
+    checkpoint = checkpoint_of(strategy, x=x, weights=new_variable(strategy, 1.0), lasting=lambda: 5)
     through = checkpoint_of(strategy, x=lambda: x)
     for number in (1, 2, 3):
         x = MADE[what](float(number))
@@ -560,7 +563,7 @@ def test_functions_that_fail(strategy: ms.MirroredStrategy, folder: Path) -> Non
 
 
 def test_what_is_there_stays(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    x, path = variable(strategy, 1.0), folder / "deep" / "er"
+    x, path = new_variable(strategy, 1.0), folder / "deep" / "er"
     checkpoint = checkpoint_of(strategy, x=x)
     checkpoint.save(path / "c")
     x.assign(2.0)
@@ -597,7 +600,7 @@ def test_the_order_of_gradient_buckets_is_kept(folder: Path) -> None:
     orders: dict[int, Any] = {}
     for run, nbytes in enumerate((64, 64, 2**20)):
         with ms.MirroredStrategy() as strategy:
-            variables = [variable(strategy, np.zeros(20, np.float32)) for _ in range(3)]
+            variables = [new_variable(strategy, np.zeros(20, np.float32)) for _ in range(3)]
             optimizer = ms.optimizers.SGD(0.1)
             checkpoint = checkpoint_of(strategy, x=1)
             if run:

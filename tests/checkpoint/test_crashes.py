@@ -14,8 +14,8 @@ from pathlib import Path
 
 import launching
 import pytest
-from checkpoints import Counting, checkpoint_of, held, many_writers, variable, watched
-from replicas import RANK, SIZE, all_raise, gather_texts, outcomes, still_works
+from checkpoints import Counting, checkpoint_of, held, many_writers, watched
+from replicas import RANK, SIZE, all_raise, gather_texts, new_variable, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -165,7 +165,7 @@ def test_one_rank_is_killed_while_it_saves(launch: Launch, tmp_path: Path, rank:
 def test_one_rank_fails_at_every_change(
     strategy: ms.MirroredStrategy, folder: Path, wait: bool, rank: int, number: int
 ) -> None:
-    x = variable(strategy, [1.0, 2.0])
+    x = new_variable(strategy, [1.0, 2.0])
     checkpoint = checkpoint_of(strategy, x=x, own=lambda: RANK)
     checkpoint.save(folder / "c")
     old = 1.0
@@ -302,7 +302,7 @@ ms.Checkpoint(x=x).save(os.path.join(folder, "c"), wait=False)
 @pytest.mark.skipif(SIZE > 1, reason="runs in the session on 1 rank")
 def test_another_job_saves_here(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
     """What it has is not touched; and when it is killed, its place is free."""
-    checkpoint = checkpoint_of(strategy, x=variable(strategy, 1.0))
+    checkpoint = checkpoint_of(strategy, x=new_variable(strategy, 1.0))
     manager = ms.CheckpointManager(checkpoint, tmp_path / "m")
     tries: list[Callable[[], object]] = [lambda: manager.save(2), lambda: checkpoint.save(tmp_path / "c")]
     with subprocess.Popen(

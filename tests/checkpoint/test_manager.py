@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import checkpoint_of, variable, watched
-from replicas import RANK, all_raise, outcomes, still_works
+from checkpoints import checkpoint_of, watched
+from replicas import RANK, all_raise, new_variable, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -25,7 +25,7 @@ def folder(folder: Path) -> Path:
 
 
 def made(strategy: ms.Strategy, folder: Path, keep: int | None = 3) -> tuple[ms.Variable, ms.CheckpointManager]:
-    x = variable(strategy, 0.0)
+    x = new_variable(strategy, 0.0)
     return x, ms.CheckpointManager(checkpoint_of(strategy, x=x), folder, keep)
 
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_skipped(strategy: ms.MirroredStra
     x, manager = made(strategy, folder)
     manager.save(1)
     manager.save(2)
-    other = ms.CheckpointManager(checkpoint_of(strategy, x=variable(strategy, np.zeros(2))), folder)
+    other = ms.CheckpointManager(checkpoint_of(strategy, x=new_variable(strategy, np.zeros(2))), folder)
     all_raise(errors.CheckpointMismatchError, other.restore)
     manager.close()
     assert float(x) == 0

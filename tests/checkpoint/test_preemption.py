@@ -18,8 +18,8 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from checkpoints import Training, checkpoint_of, variable
-from replicas import RANK, SIZE, OnNodes, all_raise, context, gather_texts, outcomes, still_works
+from checkpoints import Training, checkpoint_of
+from replicas import RANK, SIZE, OnNodes, all_raise, context, gather_texts, new_variable, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -62,7 +62,7 @@ def made(strategy: ms.MirroredStrategy, folder: Path) -> Iterator[Made]:
         every: int = 1,
         **config: Any,
     ) -> ms.PreemptionCheckpointHandler:
-        saver = checkpoint or checkpoint_of(on, x=variable(on, 0.0))
+        saver = checkpoint or checkpoint_of(on, x=new_variable(on, 0.0))
         told = ms.TerminationConfig(**{"exit_fn": stop, **config})
         handlers.append(ms.PreemptionCheckpointHandler(saver, folder, told, steps_between_votes=every))
         return handlers[-1]
@@ -355,8 +355,7 @@ def test_simulated_replicas(tmp_path: Path) -> None:
 
     def program() -> tuple[int, int]:
         strategy = ms.MirroredStrategy()
-        with strategy.scope():
-            total = ms.Variable(0.0)
+        total = new_variable(strategy, 0.0)
         rank = strategy.replica_id_in_sync_group
         told = ms.TerminationConfig(lambda: rank == 1 and handler.total_run_calls == 2, stop)
         handler = ms.PreemptionCheckpointHandler(ms.Checkpoint(total=total), tmp_path / "simulated", told)

@@ -10,10 +10,10 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from checkpoints import Training, checkpoint_of, many_writers, variable
+from checkpoints import Training, checkpoint_of, many_writers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import SIZE, part_of
+from replicas import SIZE, new_variable, part_of
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -86,7 +86,7 @@ def test_totals_of_on_read_variables(p: int, dtype: str, how: str, data: st.Data
     copies = [np.array(data.draw(st.lists(numbers, min_size=3, max_size=3)), dtype) for _ in range(p)]
 
     def make(strategy: ms.Strategy) -> ms.Variable:
-        return variable(strategy, np.zeros(3, dtype), synchronization="ON_READ", aggregation=how)
+        return new_variable(strategy, np.zeros(3, dtype), synchronization="ON_READ", aggregation=how)
 
     def save(strategy: ms.Strategy) -> None:
         var = make(strategy)
@@ -128,7 +128,7 @@ def test_values_of_a_ranks_own_need_as_many_ranks(tmp_path: Path) -> None:
             optimizer.build([weights])
         slot, array = optimizer.slots_of(weights)["momentum"], np.full(strategy.rank, fill)
         slot.assign(np.full(2, fill))
-        copies = variable(strategy, np.zeros(2), synchronization="ON_READ")  # with aggregation NONE
+        copies = new_variable(strategy, np.zeros(2), synchronization="ON_READ")  # with aggregation NONE
         strategy.run(lambda: copies.assign(np.full(2, fill)))
         checkpoint = checkpoint_of(strategy, array=array, copies=copies, optimizer=optimizer, weights=weights)
         try:

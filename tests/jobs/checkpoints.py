@@ -21,12 +21,6 @@ def shared_folder(tmp_path: Path) -> Path:
     return Path(gather_texts(str(tmp_path))[0])
 
 
-def variable(strategy: ms.Strategy, value: Any, **options: Any) -> ms.Variable:
-    """Make a variable of a strategy."""
-    with strategy.scope():
-        return ms.Variable(value, **options)
-
-
 def checkpoint_of(strategy: ms.Strategy, **objects: Any) -> ms.Checkpoint:
     """Make a checkpoint of a strategy."""
     with strategy.scope():

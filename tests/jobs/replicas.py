@@ -239,6 +239,12 @@ def made(makers: Mapping[str, Callable[[], ms.Strategy]]) -> Iterator[dict[str, 
         strategy.close()
 
 
+def new_variable(strategy: ms.Strategy, value: Any, **options: Any) -> ms.Variable:
+    """Make a variable of a strategy."""
+    with strategy.scope():
+        return ms.Variable(value, **options)
+
+
 class OnNodes(ms.Strategy):
     """All ranks, as if rank r sat on node ``node_of_rank[r]``; each on the processor, or on the first GPU."""
 

@@ -10,7 +10,7 @@ import launching
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
+from replicas import RANK, RANKS, SIZE, OnNodes, context, new_variable, outcomes
 
 import mpistrategy as ms
 from mpistrategy.errors import (
@@ -88,8 +88,7 @@ def test_several_under_way_with_work_between(placed: ms.Strategy) -> None:
 
 
 def test_variables_slices_numbers_and_options(placed: ms.Strategy) -> None:
-    with placed.scope():
-        variable = ms.Variable(np.arange(3.0))
+    variable = new_variable(placed, np.arange(3.0))
     slices = ms.IndexedSlices(np.ones((1, 2)), np.array([RANK]))
     nest = {"v": variable, "s": slices, "n": 2, "f": 0.5}
     result = started(placed, "SUM", nest, options=ms.CommunicationOptions(bytes_per_pack=64)).wait()

@@ -15,7 +15,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, all_raise, context, gather_texts
+from replicas import RANK, SIZE, all_raise, context, gather_texts, new_variable
 from traces import overlapping, read_events
 
 import mpistrategy as ms
@@ -38,9 +38,8 @@ def folder(tmp_path: Path) -> Path:
 
 def train(strategy: ms.Strategy, folder: Path) -> None:
     """Make collectives of all kinds of ways: quick ones and others, in steps, in a span and outside."""
-    with strategy.scope():
-        weights = ms.Variable(np.zeros((8, 8)), name="weights")
-        optimizer = ms.optimizers.SGD(0.1)
+    weights = new_variable(strategy, np.zeros((8, 8)), name="weights")
+    optimizer = ms.optimizers.SGD(0.1)
 
     def step() -> Any:
         replica = context()

@@ -18,6 +18,7 @@ from replicas import (
     all_raise,
     bits,
     gather_texts,
+    new_variable,
     outcomes,
     same_everywhere,
     still_works,
@@ -162,9 +163,8 @@ SPARSE = ms.IndexedSlices(np.array([np.nan if RANK == SIZE - 1 else 1.0]), np.ar
 def test_what_is_not_finite_for_all_together_is_found(
     strategy: ms.Strategy, gradient: Any, options: Any, told: str
 ) -> None:
-    with strategy.scope():
-        var = ms.Variable(np.zeros(3, np.float32 if told.startswith("no rank") else np.float64))
-        optimizer = SGD(0.1, nonfinite="raise", **options)
+    var = new_variable(strategy, np.zeros(3, np.float32 if told.startswith("no rank") else np.float64))
+    optimizer = SGD(0.1, nonfinite="raise", **options)
     with np.errstate(over="ignore", invalid="ignore"):
         text = all_raise(errors.NonFiniteError, strategy.run, lambda: optimizer.apply_gradients([(gradient, var)]))
     assert told in text
@@ -173,8 +173,7 @@ def test_what_is_not_finite_for_all_together_is_found(
 
 def test_large_finite_gradients_pass(strategy: ms.Strategy) -> None:
     """Their sum over the elements overflows: that is nobody's business."""
-    with strategy.scope():
-        var, optimizer = ms.Variable(np.zeros(1000, np.float32)), SGD(0.1, nonfinite="raise")
+    var, optimizer = new_variable(strategy, np.zeros(1000, np.float32)), SGD(0.1, nonfinite="raise")
     strategy.run(lambda: optimizer.apply_gradients([(np.full(1000, most / (2 * SIZE)), var)]))
     assert optimizer.latest_path == "plain"
 
@@ -182,9 +181,8 @@ def test_large_finite_gradients_pass(strategy: ms.Strategy) -> None:
 @several
 def test_mirrored_gradients_that_are_not_what_they_say(strategy: ms.Strategy) -> None:
     """Nothing is sent of them, so that ranks see different ones; they decide alike nevertheless."""
-    with strategy.scope():
-        var = ms.Variable(np.zeros(3))
-        optimizer = SGD(0.1, aggregation="MEAN", nonfinite="skip", mirrored_check_steps=1)
+    var = new_variable(strategy, np.zeros(3))
+    optimizer = SGD(0.1, aggregation="MEAN", nonfinite="skip", mirrored_check_steps=1)
     for bad in RANKS:
         gradient = ms.Mirrored((np.full(3, np.nan if bad == RANK else 1.0),))
         strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, var)]))  # type: ignore[misc]
@@ -194,8 +192,7 @@ def test_mirrored_gradients_that_are_not_what_they_say(strategy: ms.Strategy) ->
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16, "float32", "float64", "longdouble", "complex64", "complex128"])
 def test_every_dtype(strategy: ms.Strategy, dtype: Any) -> None:
-    with strategy.scope():
-        var, optimizer = ms.Variable(np.zeros((3, 40), dtype)), SGD(0.1, nonfinite="skip")
+    var, optimizer = new_variable(strategy, np.zeros((3, 40), dtype)), SGD(0.1, nonfinite="skip")
     good = np.full((3, 40), 100.0, dtype)
     bad = good.copy()
     bad[2, 17] = np.nan
