@@ -185,10 +185,11 @@ def outcomes(function: Callable[..., Any], *args: Any) -> list[Outcome]:
     return results
 
 
-def all_raise(error: type[Exception], function: Callable[..., Any], *args: Any) -> str:
-    """Check that a call raises an error of this class on every rank; return the text of rank 0's."""
+def all_raise(error: type[Exception], function: Callable[..., Any], *args: Any, words: Iterable[str] = ()) -> str:
+    """Check that a call raises an error of this class, with these words, on every rank; return the text of rank 0's."""
     ended = outcomes(function, *args)
     assert {end.error for end in ended} == {error}, ended
+    assert all(word in end.text for end in ended for word in words), ended
     return ended[0].text
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, in_step, new_variable, outcomes
+from replicas import RANK, SIZE, all_raise, in_step, new_variable
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -31,8 +31,7 @@ def test_run_takes_the_next_element(strategy: ms.MirroredStrategy) -> None:
 
     sums = [strategy.experimental_run(replica_fn, iterator) for _ in range(2)]
     assert sums == [sum(range(SIZE)), sum(range(SIZE, 2 * SIZE))]
-    for outcome in outcomes(strategy.experimental_run, replica_fn, iterator):
-        assert outcome.error is errors.OutOfRangeError, outcome.text
+    all_raise(errors.OutOfRangeError, strategy.experimental_run, replica_fn, iterator)
     assert strategy.experimental_finalize() == []
     pairs = strategy.make_input_fn_iterator(lambda context: [(1, {"y": 2})])
     assert strategy.experimental_run(lambda inputs: inputs, pairs) == (1, {"y": 2})
