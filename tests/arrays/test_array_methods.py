@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from replicas import RANK, SIZE, still_works
+from replicas import RANK, SIZE, new_variable, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -24,8 +24,7 @@ pytestmark = pytest.mark.mpi
 
 
 def variable(array: Any) -> ms.Variable:
-    with ms.OneDeviceStrategy().scope():  # of this rank alone
-        return ms.Variable(array)
+    return new_variable(ms.OneDeviceStrategy(), array)  # of this rank alone
 
 
 KINDS = {
@@ -186,8 +185,7 @@ def test_every_public_name_of_an_array_is_there_but_those_that_the_guide_names()
 
 
 def test_views_of_a_variable_follow_it_and_cannot_be_written(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.arange(6.0).reshape(2, 3))
+    variable = new_variable(strategy, np.arange(6.0).reshape(2, 3))
     views = [
         np.asarray(variable),
         variable[0],
@@ -222,8 +220,7 @@ def test_views_of_a_variable_follow_it_and_cannot_be_written(strategy: ms.Strate
 
 
 def test_an_on_read_variable_has_the_methods_in_steps_and_names_read_value_outside(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        seen = ms.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
+    seen = new_variable(strategy, np.zeros(2), synchronization="ON_READ", aggregation="SUM")
     strategy.run(lambda: seen.assign(np.arange(2.0) + RANK))
     assert strategy.run(lambda: seen.sum()) == 1 + 2 * RANK
     assert strategy.run(lambda: seen.transpose().tolist()) == [RANK, RANK + 1]

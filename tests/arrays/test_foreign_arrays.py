@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu_here import Spoken
-from replicas import RANK, SIZE, context, in_step
+from replicas import RANK, SIZE, context, in_step, new_variable
 
 import mpistrategy as ms
 from mpistrategy.arrays.foreign import library_of
@@ -179,8 +179,7 @@ def test_results_are_written_into_tensors(place: Place, torch: Any, monkeypatch:
 
 
 def test_variables_take_tensors(place: Place) -> None:
-    with place.strategy.scope():
-        v = ms.Variable(place.tensor(np.arange(2.0) + 1), aggregation="SUM")
+    v = new_variable(place.strategy, place.tensor(np.arange(2.0) + 1), aggregation="SUM")
     for make in (Tensor, place.tensor):
         v.assign(make(np.arange(2.0)))
         assert numbers(v.read_value()) == [0, 1]

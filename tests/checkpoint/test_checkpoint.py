@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,25 +15,15 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Training, many_writers, shared_folder
+from checkpoints import Training, checkpoint_of, many_writers, shared_folder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, gather_texts, outcomes, same_everywhere, several, still_works
+from replicas import RANK, SIZE, all_raise, new_variable, outcomes, several, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.checkpoint import reading
 from mpistrategy.checkpoint.saving import count_of_writers, places
-
-
-def checkpoint_of(strategy: ms.Strategy, **objects: Any) -> ms.Checkpoint:
-    with strategy.scope():
-        return ms.Checkpoint(**objects)
-
-
-def variable(strategy: ms.Strategy, value: Any, **options: Any) -> ms.Variable:
-    with strategy.scope():
-        return ms.Variable(value, **options)
 
 
 def shards(path: Path) -> list[str]:
@@ -49,7 +39,7 @@ def test_everything_comes_back(strategy: ms.MirroredStrategy, folder: Path, wait
     training = Training(strategy)
     for _ in range(3):
         training.step()
-    with many_writers() if writers > 1 else nullcontext():
+    with many_writers(writers > 1):
         saving = training.checkpoint.save(folder / "a b", wait=wait)
         training.checkpoint.wait()
     assert saving.is_committed
@@ -79,11 +69,11 @@ SHAPES = [(), (0, 3), (5,), (2, 3)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_shape(strategy: ms.MirroredStrategy, folder: Path, dtype: Any, writers: int) -> None:
     values = [np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2 + 1).astype(dtype) for shape in SHAPES]
-    variables, arrays = [variable(strategy, value) for value in values], [value.copy() for value in values]
+    variables, arrays = [new_variable(strategy, value) for value in values], [value.copy() for value in values]
     own = [np.array(value + value * (RANK % 2)).astype(dtype) for value in values]
     fortran = [value.copy(order="F") for value in values]
     checkpoint = checkpoint_of(strategy, variables=variables, arrays=arrays, own=own, fortran=fortran)
-    with many_writers() if writers > 1 else nullcontext():
+    with many_writers(writers > 1):
         checkpoint.save(folder / "c")
     before = [array.tolist() for array in own]
     for number, var in enumerate(variables):
@@ -131,7 +121,7 @@ def test_plain_values_keep_their_types_and_bits(strategy: ms.MirroredStrategy, v
 
 def test_lists_that_grow_and_shrink(strategy: ms.MirroredStrategy, folder: Path) -> None:
     history: list[Any] = [np.zeros(2), np.ones(3)]
-    mixed: dict[str, Any] = {"w": variable(strategy, 1.0), "log": [1], "extra": np.zeros(1)}
+    mixed: dict[str, Any] = {"w": new_variable(strategy, 1.0), "log": [1], "extra": np.zeros(1)}
     checkpoint = checkpoint_of(strategy, history=history, mixed=mixed)
     checkpoint.save(folder / "c")
     history[:] = [history[0]]
@@ -162,7 +152,7 @@ class Model:
 
 
 def test_objects_with_a_state_dict(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    model = Model(variable(strategy, [1.0, 2.0]))
+    model = Model(new_variable(strategy, [1.0, 2.0]))
     checkpoint = checkpoint_of(strategy, models=[model])
     checkpoint.save(folder / "c")
     model.weights.assign([0.0, 0.0])
@@ -201,7 +191,10 @@ def test_generators_go_on(strategy: ms.MirroredStrategy, folder: Path) -> None:
 @pytest.mark.parametrize("momentum", [None, 0.5, 0.0])
 def test_an_optimizer_of_another_step(strategy: ms.MirroredStrategy, folder: Path, momentum: float | None) -> None:
     """Saved before its first step, with a momentum, or after the momentum was turned off."""
-    weights, counter = variable(strategy, np.ones(2)), variable(strategy, np.int32(0), aggregation="ONLY_FIRST_REPLICA")
+    weights, counter = (
+        new_variable(strategy, np.ones(2)),
+        new_variable(strategy, np.int32(0), aggregation="ONLY_FIRST_REPLICA"),
+    )
     sgd = ms.optimizers.SGD(0.5, momentum=0.5, aggregation="MEAN")
     sgd.iterations = counter  # of the program's own
     checkpoint = checkpoint_of(strategy, weights=weights, sgd=sgd)
@@ -219,14 +212,13 @@ def test_an_optimizer_of_another_step(strategy: ms.MirroredStrategy, folder: Pat
 
 
 def test_variables_that_only_the_optimizer_knows(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    weights, adam = variable(strategy, np.ones(2)), ms.optimizers.Adam(0.5)
+    weights, adam = new_variable(strategy, np.ones(2)), ms.optimizers.Adam(0.5)
     with strategy.scope():
         adam.build([weights])
     checkpoint_of(strategy, adam=adam).save(folder / "c")
     other = ms.optimizers.Adam(0.5)
-    found = outcomes(checkpoint_of(strategy, adam=other).restore, folder / "c")
-    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
-    assert "build(variables)" in found[0].text
+    text = all_raise(errors.CheckpointMismatchError, checkpoint_of(strategy, adam=other).restore, folder / "c")
+    assert "build(variables)" in text
     with strategy.scope():
         other.build([weights])
     checkpoint_of(strategy, adam=other).restore(folder / "c")
@@ -253,9 +245,8 @@ def test_iterators_go_on(strategy: ms.MirroredStrategy, folder: Path) -> None:
     fresh = batches()
     checkpoint_of(strategy, batches=fresh).restore(folder / "c")
     assert [[part.tolist() for part in iterator] for iterator in fresh] == there
-    found = outcomes(checkpoint.restore, folder / "c")  # the generator cannot go back
-    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
-    assert "batches/1" in found[0].text
+    text = all_raise(errors.CheckpointMismatchError, checkpoint.restore, folder / "c")  # the generator cannot go back
+    assert "batches/1" in text
     other = ms.Dataset.from_arrays(np.arange(20.0), global_batch_size=5)
     others = [iter(strategy.experimental_distribute_dataset(other)), *batches()[1:]]
     found = outcomes(checkpoint_of(strategy, batches=others).restore, folder / "c")
@@ -288,21 +279,20 @@ def test_what_is_not_read_when_an_iterator_goes_on(strategy: ms.MirroredStrategy
 
 
 def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    kept = variable(strategy, np.ones(3))
+    kept = new_variable(strategy, np.ones(3))
     checkpoint_of(
-        strategy, kept=kept, w=variable(strategy, np.ones(2)), dtype=variable(strategy, np.ones(2)), gone=1,
+        strategy, kept=kept, w=new_variable(strategy, np.ones(2)), dtype=new_variable(strategy, np.ones(2)), gone=1,
         array=np.zeros(3), adam=ms.optimizers.Adam(), rng=np.random.default_rng(0), seeded=strategy.rng(1), kind=1.0,
     ).save(folder / "c")  # fmt: skip
     kept.assign(np.zeros(3))
     frozen = np.zeros(3)
     frozen.flags.writeable = False
     other = checkpoint_of(
-        strategy, kept=kept, w=variable(strategy, np.ones(3)), dtype=variable(strategy, np.ones(2, np.float32)), new=1,
-        array=frozen, adam=ms.optimizers.SGD(), rng=np.random.Generator(np.random.MT19937(0)), seeded=strategy.rng(2),
-        kind=kept,
+        strategy, kept=kept, w=new_variable(strategy, np.ones(3)), dtype=new_variable(strategy, np.ones(2, np.float32)),
+        new=1, array=frozen, adam=ms.optimizers.SGD(), rng=np.random.Generator(np.random.MT19937(0)),
+        seeded=strategy.rng(2), kind=kept,
     )  # fmt: skip
-    found = outcomes(other.restore, folder / "c")
-    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
+    text = all_raise(errors.CheckpointMismatchError, other.restore, folder / "c")
     for line in (
         "w: variable <f8[2] in the checkpoint, variable <f8[3] here",
         "dtype: variable <f8[2] in the checkpoint, variable <f4[2] here",
@@ -310,33 +300,34 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredSt
         "array: a read-only array here", "adam: Adam with slots ['m', 'v'] in the checkpoint, SGD [] here", "rng: ",
         "seeded: seed 1 in the checkpoint, 2 here", "kind: plain in the checkpoint, variable <f8[3] here",
     ):  # fmt: skip
-        assert line in found[0].text
+        assert line in text
     assert kept.numpy().tolist() == [0, 0, 0]
     assert still_works(strategy)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_what_does_not_fit_on_one_rank(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    kept = variable(strategy, np.ones(3))
+    kept = new_variable(strategy, np.ones(3))
     checkpoint_of(strategy, kept=kept, own=np.ones(RANK)).save(folder / "c")
     kept.assign(np.zeros(3))
     other = checkpoint_of(strategy, kept=kept, own=np.zeros(RANK + (RANK == SIZE - 1)))
-    found = outcomes(other.restore, folder / "c")
-    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
+    all_raise(errors.CheckpointMismatchError, other.restore, folder / "c")
     assert kept.local_copy().tolist() == [0, 0, 0]
     assert still_works(strategy)
 
 
 def test_a_part_can_be_restored(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    a, b = variable(strategy, [1.0]), variable(strategy, [2.0])
+    a, b = new_variable(strategy, [1.0]), new_variable(strategy, [2.0])
     checkpoint_of(strategy, a=a, old=3, nest={"x": a}).save(folder / "c")
     a.assign([0.0])
     restored = checkpoint_of(strategy, a=a, b=b, nest={"x": a}).restore(folder / "c", partial=True)
     assert (a.numpy().tolist(), b.numpy().tolist()) == ([1], [2])
     assert sorted(restored.left_out) == ["b", "old"]
-    found = outcomes(lambda: checkpoint_of(strategy, nest={"x": a, "y": b}).restore(folder / "c", partial=True))
-    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
-    assert "nest/y: variable <f8[1] here, nothing in the checkpoint" in found[0].text
+    text = all_raise(
+        errors.CheckpointMismatchError,
+        lambda: checkpoint_of(strategy, nest={"x": a, "y": b}).restore(folder / "c", partial=True),
+    )
+    assert "nest/y: variable <f8[1] here, nothing in the checkpoint" in text
 
 
 class Number(int):
@@ -368,48 +359,45 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
 def test_objects_without_a_state(strategy: ms.MirroredStrategy, folder: Path, what: str, rank: int) -> None:
     make, error = REFUSED[what]
     checkpoint = checkpoint_of(strategy, ok=1, nest=[make() if rank == RANK else 1])
-    assert {outcome.error for outcome in outcomes(checkpoint.save, folder / "c")} == {error}
+    all_raise(error, checkpoint.save, folder / "c")
     assert not (folder / "c").exists()
     assert still_works(strategy)
 
 
-#: Names of objects, and paths of checkpoints.
+@pytest.mark.parametrize("name", ["", "_x", "a/b"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(errors.OptionError):
+        ms.Checkpoint(**{name: 1})
+
+
+#: Paths of checkpoints.
 WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "a number": (5, errors.OptionTypeError), "nothing": ("", errors.OptionError), "a NUL": ("a\0b", errors.OptionError),
     "the root": ("/", errors.OptionError), "bytes": (b"x", errors.OptionTypeError),
-    "where nothing is": ("/none/at/all", errors.CheckpointMissingError),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("method", ["save", "restore"])
-def test_names_and_paths_that_are_none(strategy: ms.MirroredStrategy, folder: Path, what: str, method: str) -> None:
-    for name in ("", "_x", "a/b"):
-        with pytest.raises(errors.OptionError):
-            ms.Checkpoint(**{name: 1})
-    if (method, what) == ("save", "where nothing is"):
-        return
+def test_paths_that_are_none(strategy: ms.MirroredStrategy, folder: Path, what: str, method: str) -> None:
     path, error = WRONG[what]
-    checkpoint = checkpoint_of(strategy, x=1)
-    given = path if RANK == SIZE - 1 or what == "where nothing is" else folder / "x"
-    assert {outcome.error for outcome in outcomes(getattr(checkpoint, method), given)} == {error}
+    all_raise(error, getattr(checkpoint_of(strategy, x=1), method), path if RANK == SIZE - 1 else folder / "x")
     assert os.listdir(folder) == [] or RANK  # what a rank left would be seen by rank 0, whose folder it is
 
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_do_not_do_the_same(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    weights = variable(strategy, np.ones(2))
+    weights = new_variable(strategy, np.ones(2))
     checkpoint = checkpoint_of(strategy, w=weights)
     other = checkpoint_of(strategy, w=weights, more=1)
     differences: list[Callable[[], Any]] = [
         lambda: checkpoint.save(folder / ("a" if RANK else "b")),
         lambda: (checkpoint if RANK else other).save(folder / "a"),
         lambda: checkpoint.save(folder / "a", wait=bool(RANK)),
-        lambda: checkpoint.save(folder / "a") if RANK else strategy.barrier("x"),
         lambda: checkpoint.save(folder / "a") if RANK else checkpoint.restore(folder / "a"),
     ]
     for call in differences:
-        assert {outcome.error for outcome in outcomes(call)} == {errors.CollectiveMismatchError}
+        all_raise(errors.CollectiveMismatchError, call)
     strategy.barrier("all have left")
     assert os.listdir(folder) == [] or RANK
     checkpoint.save(folder / "a")
@@ -420,66 +408,33 @@ def test_not_in_a_step_and_not_after_close(folder: Path) -> None:
     with ms.MirroredStrategy() as strategy:
         checkpoint = checkpoint_of(strategy, x=1)
         for method in (checkpoint.save, checkpoint.restore):
-            assert {o.error for o in outcomes(lambda m=method: strategy.run(m, args=(folder / "x",)))} == {
-                errors.ContextError
-            }
-    assert {o.error for o in outcomes(checkpoint.save, folder / "x")} == {errors.ContextError}
+            all_raise(errors.ContextError, strategy.run, method, (folder / "x",))
+    all_raise(errors.ContextError, checkpoint.save, folder / "x")
 
 
 @pytest.mark.mpi(min_size=2)  # variables of one replica belong to anybody
 def test_a_checkpoint_of_two_strategies(strategy: ms.MirroredStrategy, folder: Path) -> None:
     with closing(ms.MirroredStrategy()) as other:
-        checkpoint = checkpoint_of(strategy, a=variable(strategy, 1.0), b=variable(other, 1.0))
-        assert {o.error for o in outcomes(checkpoint.save, folder / "x")} == {errors.OptionError}
+        checkpoint = checkpoint_of(strategy, a=new_variable(strategy, 1.0), b=new_variable(other, 1.0))
+        all_raise(errors.OptionError, checkpoint.save, folder / "x")
 
 
-def adam(strategy: ms.Strategy) -> Any:
-    optimizer, weights = ms.optimizers.Adam(0.1), variable(strategy, np.ones(2))
-    with strategy.scope():
-        optimizer.build([weights])
-    return optimizer
-
-
-def mean(strategy: ms.Strategy) -> Any:
-    with strategy.scope():
-        return ms.metrics.Mean()
-
-
-ALIKE: dict[str, Callable[[ms.Strategy], Any]] = {
-    "variables": lambda strategy: variable(strategy, np.ones(2), name="w"),
-    "optimizers": adam,
-    "metrics": mean,
-    "objects": lambda strategy: Model(variable(strategy, 1.0)),
-    "in nests": lambda strategy: {"x": [variable(strategy, 1.0)]},
-}
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("what", ALIKE)
-def test_a_name_stands_for_the_same_object_on_all_ranks(strategy: ms.MirroredStrategy, folder: Path, what: str) -> None:
+@several
+@pytest.mark.parametrize("make", [ms.Variable, lambda value: Model(ms.Variable(value))])
+def test_a_name_stands_for_the_same_object_on_all_ranks(
+    strategy: ms.MirroredStrategy, folder: Path, make: Callable[[Any], Any]
+) -> None:
     """Or nothing is saved or restored: names alone do not tell."""
-    one, two = ALIKE[what](strategy), ALIKE[what](strategy)
+    with strategy.scope():
+        one, two = make(1.0), make(1.0)
     checkpoint_of(strategy, one=one, two=two).save(folder / "c")
-    wrong = checkpoint_of(strategy, one=two if RANK == SIZE - 1 else one, two=one if RANK == SIZE - 1 else two)
+    if RANK == SIZE - 1:
+        one, two = two, one
+    wrong = checkpoint_of(strategy, one=one, two=two)
     for call in (wrong.save, wrong.restore):
-        found = outcomes(call, folder / "c")
-        assert {outcome.error for outcome in found} == {errors.CollectiveMismatchError}
-        assert f"rank {SIZE - 1}" in found[0].text
-        assert re.search(r" is .* \(variable \d+\)", found[0].text), found[0].text
-
-
-def test_every_rank_reads_a_checkpoint_alone(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    total = variable(strategy, 0, synchronization="ON_READ", aggregation="SUM")
-    strategy.run(lambda: total.assign(RANK + 1))
-    checkpoint_of(strategy, total=total, own=np.full(2, RANK), one=np.arange(2)).save(folder / "c")
-    alone = variable(one := ms.OneDeviceStrategy(), 0)
-    checkpoint_of(one, total=alone).restore(folder / "c", partial=True)
-    assert int(alone) == sum(range(1, SIZE + 1))
-    arrays = ms.Checkpoint.arrays(folder / "c")
-    assert arrays["total"] == int(alone)
-    assert arrays["one"].tolist() == [0, 1]
-    if SIZE > 1:
-        assert arrays["own@1"].tolist() == [1, 1]
+        text = all_raise(errors.CollectiveMismatchError, call, folder / "c")
+        assert f"rank {SIZE - 1}" in text
+        assert re.search(r" is .* \(variable \d+\)", text), text
 
 
 # ------------------------------------------------------------------------------------------------ writers
@@ -506,11 +461,8 @@ def test_the_bytes_say_how_many_write(what: str) -> None:
 
 def test_large_arrays_are_split(strategy: ms.MirroredStrategy, folder: Path) -> None:
     with many_writers():
-        checkpoint_of(strategy, large=np.arange(1000.0), odd=np.arange(7), empty=np.zeros((0, 3))).save(folder / "c")
-    arrays = ms.Checkpoint.arrays(folder / "c")
-    assert [arrays[name].tolist() for name in ("large", "odd", "empty")] == [[*range(1000)], [*range(7)], []]
+        checkpoint_of(strategy, large=np.arange(1000.0), odd=np.arange(7)).save(folder / "c")
     sizes = [(folder / "c" / name).stat().st_size for name in shards(folder / "c")]
-    assert len(sizes) == SIZE
     assert min(sizes) > 8 * (1000 // SIZE)
 
 
@@ -557,10 +509,7 @@ def a_tree(number: float) -> Any:
 
 #: What a loop makes anew, by a number.
 MADE: dict[str, Callable[[float], Any]] = {
-    "a number": lambda number: number,
-    "a tuple": lambda number: AdamState(int(number), (None, 0.5)),
-    "a dict": lambda number: {"epoch": number, "name": "x"},
-    "an array": lambda number: np.full(3, number),
+    "a nest": lambda number: {"epoch": number, "state": (None, AdamState(int(number), np.full(3, number)))},
     "JAX's arrays": with_jax,
     "a tree of JAX's": a_tree,
 }
@@ -571,7 +520,7 @@ MADE: dict[str, Callable[[float], Any]] = {
 def test_a_new_object_that_a_checkpoint_does_not_know(strategy: ms.MirroredStrategy, folder: Path, what: str) -> None:
     """Is saved through a function; without one a warning says so, once."""
     x = MADE[what](1.0)
-    checkpoint = checkpoint_of(strategy, x=x, weights=variable(strategy, 1.0), lasting=lambda: 5)
+    checkpoint = checkpoint_of(strategy, x=x, weights=new_variable(strategy, 1.0), lasting=lambda: 5)
     through = checkpoint_of(strategy, x=lambda: x)
     for number in (1, 2, 3):
         x = MADE[what](float(number))
@@ -588,11 +537,12 @@ def test_a_new_object_that_a_checkpoint_does_not_know(strategy: ms.MirroredStrat
 @pytest.mark.filterwarnings("error")
 def test_what_changes_in_place_is_nothing_to_warn_of(strategy: ms.MirroredStrategy, folder: Path) -> None:
     array, progress, rows = np.zeros(2), {"step": 0}, ms.Rows(np.zeros(RANK))
-    checkpoint = checkpoint_of(
-        strategy, weights=variable(strategy, np.ones(2)), optimizer=ms.optimizers.SGD(0.1), mean=mean(strategy),
-        array=array, progress=progress, rows=rows, streams=strategy.rng(1), generator=np.random.default_rng(1),
-        empty=np.zeros(0), nothing=[],
-    )  # fmt: skip
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(
+            weights=ms.Variable(np.ones(2)), optimizer=ms.optimizers.SGD(0.1), mean=ms.metrics.Mean(), array=array,
+            progress=progress, rows=rows, streams=strategy.rng(1), generator=np.random.default_rng(1),
+            empty=np.zeros(0), nothing=[],
+        )  # fmt: skip
     for step in range(3):
         array += RANK == SIZE - 1
         rows.value = np.full(RANK + step, 1.0)
@@ -613,18 +563,18 @@ def test_functions_that_fail(strategy: ms.MirroredStrategy, folder: Path) -> Non
 
 
 def test_what_is_there_stays(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    x, path = variable(strategy, 1.0), folder / "deep" / "er"
+    x, path = new_variable(strategy, 1.0), folder / "deep" / "er"
     checkpoint = checkpoint_of(strategy, x=x)
     checkpoint.save(path / "c")
     x.assign(2.0)
+    all_raise(errors.CheckpointMissingError, checkpoint.restore, path / "none")
     if RANK == 0:
         (path / "file").touch()
         (path / "empty").mkdir()
         (path / "link").symlink_to(path / "c")
     strategy.barrier("made")
     for name in ("c", "file", "link"):
-        found = outcomes(lambda name=name: checkpoint.save(path / name, overwrite=name != "c"))
-        assert {outcome.error for outcome in found} == {errors.CheckpointExistsError}, name
+        all_raise(errors.CheckpointExistsError, lambda name=name: checkpoint.save(path / name, overwrite=name != "c"))
     assert float(ms.Checkpoint.arrays(path / "c")["x"]) == 1
     strategy.barrier("read")
     checkpoint.save(path / "c", overwrite=True)
@@ -641,9 +591,8 @@ def test_shards_are_files_of_safetensors(strategy: ms.MirroredStrategy, folder: 
     entry = json.loads(data[8:end])["x"]
     assert (entry["dtype"], entry["shape"]) == ("F64", [3])
     assert np.frombuffer(data[end:][slice(*entry["data_offsets"])]).tolist() == [0, 1, 2]
-    for name, error in (("none", errors.CheckpointMissingError), ("c/manifest.json", errors.CheckpointDamagedError)):
-        with pytest.raises(error):
-            ms.Checkpoint.arrays(folder / name)
+    with pytest.raises(errors.CheckpointDamagedError):
+        ms.Checkpoint.arrays(folder / "c" / "manifest.json")
 
 
 def test_the_order_of_gradient_buckets_is_kept(folder: Path) -> None:
@@ -651,7 +600,7 @@ def test_the_order_of_gradient_buckets_is_kept(folder: Path) -> None:
     orders: dict[int, Any] = {}
     for run, nbytes in enumerate((64, 64, 2**20)):
         with ms.MirroredStrategy() as strategy:
-            variables = [variable(strategy, np.zeros(20, np.float32)) for _ in range(3)]
+            variables = [new_variable(strategy, np.zeros(20, np.float32)) for _ in range(3)]
             optimizer = ms.optimizers.SGD(0.1)
             checkpoint = checkpoint_of(strategy, x=1)
             if run:
@@ -664,9 +613,3 @@ def test_the_order_of_gradient_buckets_is_kept(folder: Path) -> None:
     assert orders[0] == orders[1] == [[[2], [1], [0]]]
     assert orders[2] == [[[2, 1, 0]]]
     assert notes == ("gradient_buckets: [[[2], [1], [0]]] when it was saved, [[[2, 1, 0]]] now",)
-
-
-@pytest.fixture(autouse=True)
-def _same_everywhere(strategy: ms.MirroredStrategy) -> Iterator[None]:
-    yield
-    assert same_everywhere(len(gather_texts("")))

@@ -14,8 +14,8 @@ from pathlib import Path
 import launching
 import numpy as np
 import pytest
-from checkpoints import held, in_threads, many_writers
-from replicas import RANK, SIZE, gather_texts, outcomes
+from checkpoints import checkpoint_of, held, in_threads, many_writers
+from replicas import RANK, SIZE, gather_texts, new_variable, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -27,9 +27,8 @@ Launch = Callable[..., launching.Finished]
 
 def made(strategy: ms.Strategy, folder: Path) -> tuple[ms.Variable, ms.CheckpointManager]:
     """Return a manager of a variable and of an array that each rank has for itself."""
-    with strategy.scope():
-        x = ms.Variable(np.zeros(5))
-        return x, ms.CheckpointManager(ms.Checkpoint(x=x, own=lambda: np.full(3, RANK)), folder)
+    x = new_variable(strategy, np.zeros(5))
+    return x, ms.CheckpointManager(checkpoint_of(strategy, x=x, own=lambda: np.full(3, RANK)), folder)
 
 
 # The disk of rank 0, which is in a collective, is slow when rank 1 comes to its end.
@@ -100,9 +99,8 @@ def test_a_copy_is_taken_before_save_returns(strategy: ms.MirroredStrategy, fold
     """And the arrays of the program are not kept: of JAX, each step makes a new one, on the GPU."""
     arrays = [np.ones(5)]
     seen = weakref.ref(arrays[0])
-    with strategy.scope():
-        weights = ms.Variable(np.ones(5))
-        checkpoint = ms.Checkpoint(x=lambda: arrays[0], weights=weights, lists=[1, [2]])
+    weights = new_variable(strategy, np.ones(5))
+    checkpoint = checkpoint_of(strategy, x=lambda: arrays[0], weights=weights, lists=[1, [2]])
     saving = checkpoint.save(folder / "c", wait=False)
     weights.assign(np.zeros(5))
     checkpoint.objects["lists"][1].append(3)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import watched
-from replicas import RANK, outcomes, still_works
+from checkpoints import checkpoint_of, watched
+from replicas import RANK, all_raise, new_variable, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -25,9 +25,8 @@ def folder(folder: Path) -> Path:
 
 
 def made(strategy: ms.Strategy, folder: Path, keep: int | None = 3) -> tuple[ms.Variable, ms.CheckpointManager]:
-    with strategy.scope():
-        x = ms.Variable(0.0)
-        return x, ms.CheckpointManager(ms.Checkpoint(x=x), folder, keep)
+    x = new_variable(strategy, 0.0)
+    return x, ms.CheckpointManager(checkpoint_of(strategy, x=x), folder, keep)
 
 
 def by_rank_0(strategy: ms.Strategy, what: Callable[[], Any]) -> None:
@@ -104,6 +103,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
     "a file beside": lambda path: (path / "notes.txt").write_text("mine"),
     "a folder inside": lambda path: (path / "more").mkdir(),
     "a folder by name": lambda path: (path / shard_name(7)).mkdir(),
+    "a link": lambda path: path.symlink_to(path.rename(path.with_name(f"of others {path.name}"))),
 }
 
 
@@ -118,7 +118,7 @@ def test_what_is_somebodys_own_stays(folder: Path, what: str) -> None:
     if what not in ("a shard by name", "a manifest of others"):  # what a job leaves has these names
         theirs.append(folder / ".step-000000000004.saving-00ff00ff00ff00ff")
     for path in theirs:
-        if what in ("a file beside", "a folder inside", "a folder by name"):
+        if what in ("a file beside", "a folder inside", "a folder by name", "a link"):
             manager.checkpoint.save(path)
         else:
             path.mkdir()
@@ -156,9 +156,8 @@ def test_a_checkpoint_that_does_not_fit_is_not_skipped(strategy: ms.MirroredStra
     x, manager = made(strategy, folder)
     manager.save(1)
     manager.save(2)
-    with strategy.scope():
-        other = ms.CheckpointManager(ms.Checkpoint(x=ms.Variable(np.zeros(2))), folder)
-    assert {outcome.error for outcome in outcomes(other.restore)} == {errors.CheckpointMismatchError}
+    other = ms.CheckpointManager(checkpoint_of(strategy, x=new_variable(strategy, np.zeros(2))), folder)
+    all_raise(errors.CheckpointMismatchError, other.restore)
     manager.close()
     assert float(x) == 0
 
@@ -167,41 +166,25 @@ def test_one_writer_for_a_folder(strategy: ms.MirroredStrategy, folder: Path) ->
     _, manager = made(strategy, folder)
     manager.save(1)
     _, other = made(strategy, folder)
-    found = outcomes(other.save, 2)
-    assert {outcome.error for outcome in found} == {errors.CheckpointExistsError}
-    assert "another job" in found[0].text
+    all_raise(errors.CheckpointExistsError, other.save, 2, words=["another job"])
     assert other.restore() == 1  # reading is anybody's
     manager.close()
     with other:
         other.save(2)
     manager.save(3)
-    assert {outcome.error for outcome in outcomes(manager.save, 3)} == {errors.CheckpointExistsError}
+    all_raise(errors.CheckpointExistsError, manager.save, 3)
     del manager, other
     made(strategy, folder)[1].save(4)
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Path], Any], type[Exception]]] = {
-    "no checkpoint": (lambda c, f: ms.CheckpointManager(5, f), errors.OptionTypeError),  # type: ignore[arg-type]
-    "none kept": (lambda c, f: ms.CheckpointManager(c, f, 0), errors.OptionError),
-    "half kept": (lambda c, f: ms.CheckpointManager(c, f, 0.5), errors.OptionTypeError),  # type: ignore[arg-type]
-    "no path": (lambda c, f: ms.CheckpointManager(c, None), errors.OptionTypeError),  # type: ignore[arg-type]
-    "a negative step": (lambda c, f: ms.CheckpointManager(c, f).save(-1), errors.OptionError),
-    "a step of words": (lambda c, f: ms.CheckpointManager(c, f).save("1"), errors.OptionTypeError),  # type: ignore[arg-type]
-    "a file, where it saves": (lambda c, f: ms.CheckpointManager(c, f / "file").save(1), errors.CheckpointWriteError),
-    "a file, where it restores": (
-        lambda c, f: ms.CheckpointManager(c, f / "file").restore(),
-        errors.CheckpointDamagedError,
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_bad_input(strategy: ms.MirroredStrategy, folder: Path, what: str) -> None:
-    call, error = REFUSED[what]
-    by_rank_0(strategy, lambda: (folder.parent / "file").write_text("x"))
-    with strategy.scope():
-        checkpoint = ms.Checkpoint(x=1)
-    assert {outcome.error for outcome in outcomes(call, checkpoint, folder.parent)} == {error}
+def test_bad_input(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    """Arguments of the constructor are tried in tests/whole/test_wrong_arguments.py."""
+    _, manager = made(strategy, folder)
+    all_raise(errors.OptionError, manager.save, -1)
+    all_raise(errors.OptionTypeError, manager.save, "1")
+    by_rank_0(strategy, lambda: folder.write_text("x"))
+    all_raise(errors.CheckpointWriteError, manager.save, 1)
+    all_raise(errors.CheckpointDamagedError, manager.restore)
     assert still_works(strategy)
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import launching
 import numpy as np
 import pytest
-from checkpoints import Training, many_writers
+from checkpoints import Training, checkpoint_of, many_writers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import SIZE, part_of
+from replicas import SIZE, new_variable, part_of
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -34,22 +32,26 @@ def replicas(program: Callable[[ms.Strategy], Any], ranks: int, **options: Any) 
 def test_everything_on_another_number_of_ranks(tmp_path: Path, p: int, q: int) -> None:
     def save(strategy: ms.Strategy) -> Any:
         training = Training(strategy)
-        for _ in range(3):
+        for _ in range(4):  # into a group of steps, and not to the end of an epoch
             training.step()
         training.checkpoint.objects["own"] = own = np.random.default_rng(strategy.rank)
         training.checkpoint.save(tmp_path / "c")
-        return training.shared(), training.streams.replica.random(), own.random()
+        return looked_at(training), training.streams.replica.random(), own.random()
 
     def restore(strategy: ms.Strategy) -> Any:
         training = Training(strategy)
         training.checkpoint.objects["own"] = own = np.random.default_rng()
         notes = training.checkpoint.restore(tmp_path / "c").notes
         assert bool(notes) == (p != q)
-        found = training.shared(), training.streams.replica.random(), own.random()
+        found = looked_at(training), training.streams.replica.random(), own.random()
         training.step()
         return found
 
-    with many_writers() if p % 2 else nullcontext():
+    def looked_at(training: Training) -> list[Any]:
+        weights, totals, *others = training.shared()
+        return [weights, [*totals, *training.strategy.reduce("SUM", training.accumulator.take())], *others]
+
+    with many_writers(p % 2):
         before = replicas(save, p, nodes=[rank * 2 // p for rank in range(p)])
     weights, totals, *others = before[0][0]
     found = replicas(restore, q, nodes=[rank * 2 // q for rank in range(q)])
@@ -61,8 +63,8 @@ def test_everything_on_another_number_of_ranks(tmp_path: Path, p: int, q: int) -
         assert weights_there == weights, rank
         assert others_there == others, rank
         assert totals_there[0] == totals[0]
-        np.testing.assert_allclose(totals_there[1], totals[1], rtol=1e-15)
-        np.testing.assert_allclose(totals_there[2], totals[2], rtol=1e-15)
+        for there, total in zip(totals_there, totals, strict=True):
+            np.testing.assert_allclose(there, total, rtol=1e-15)
 
 
 @settings(max_examples=part_of(60))
@@ -84,8 +86,7 @@ def test_totals_of_on_read_variables(p: int, dtype: str, how: str, data: st.Data
     copies = [np.array(data.draw(st.lists(numbers, min_size=3, max_size=3)), dtype) for _ in range(p)]
 
     def make(strategy: ms.Strategy) -> ms.Variable:
-        with strategy.scope():
-            return ms.Variable(np.zeros(3, dtype), synchronization="ON_READ", aggregation=how)
+        return new_variable(strategy, np.zeros(3, dtype), synchronization="ON_READ", aggregation=how)
 
     def save(strategy: ms.Strategy) -> None:
         var = make(strategy)
@@ -113,8 +114,10 @@ def test_totals_of_on_read_variables(p: int, dtype: str, how: str, data: st.Data
                 wanted = mean if how == "MEAN" else total
                 for copy in found:
                     np.testing.assert_allclose(copy, wanted, rtol=0 if kind != "f" else np.finfo(dtype).eps)
-        arrays = ms.Checkpoint.arrays(folder / "c")
-        assert arrays["v"].dtype == dtype
+        array = ms.Checkpoint.arrays(folder / "c")["v"]
+        assert array.dtype == dtype
+        rounding = 0 if kind != "f" else 4 * np.finfo(dtype).eps
+        np.testing.assert_allclose(array, mean if how == "MEAN" else total, rtol=rounding, atol=1e3 * rounding)
 
 
 def test_values_of_a_ranks_own_need_as_many_ranks(tmp_path: Path) -> None:
@@ -125,10 +128,9 @@ def test_values_of_a_ranks_own_need_as_many_ranks(tmp_path: Path) -> None:
             optimizer.build([weights])
         slot, array = optimizer.slots_of(weights)["momentum"], np.full(strategy.rank, fill)
         slot.assign(np.full(2, fill))
-        with strategy.scope():
-            copies = ms.Variable(np.zeros(2), synchronization="ON_READ")  # with aggregation NONE
-            strategy.run(lambda: copies.assign(np.full(2, fill)))
-            checkpoint = ms.Checkpoint(array=array, copies=copies, optimizer=optimizer, weights=weights)
+        copies = new_variable(strategy, np.zeros(2), synchronization="ON_READ")  # with aggregation NONE
+        strategy.run(lambda: copies.assign(np.full(2, fill)))
+        checkpoint = checkpoint_of(strategy, array=array, copies=copies, optimizer=optimizer, weights=weights)
         try:
             checkpoint.save(tmp_path / "c") if save else checkpoint.restore(tmp_path / "c")
         except errors.CheckpointMismatchError as error:
@@ -167,79 +169,11 @@ if strategy.replica_id_in_sync_group == 0:
 """
 
 
-@pytest.mark.parametrize(("p", "q"), [(1, 3), (3, 2)])
 @pytest.mark.slow
-def test_jobs_of_real_ranks(launch: Launch, tmp_path: Path, p: int, q: int) -> None:
+def test_jobs_of_real_ranks(launch: Launch, tmp_path: Path) -> None:
     path = str(tmp_path / "with a space")
     printed = [
         launch(ranks, PROGRAM.format(tests=launching.HELPERS, save=save, path=path)).check().stdout
-        for ranks, save in ((p, True), (q, False))
+        for ranks, save in ((3, True), (2, False))
     ]
     assert printed[0] == printed[1] != ""
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.slow
-def test_a_run_interrupted_at_20_random_steps_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, ranks: int) -> None:
-    """Each job goes on where the one before ended: weights, slots, sums, random numbers and the order of the data."""
-    steps = 40
-    stops = sorted(np.random.default_rng(ranks).choice(np.arange(1, steps), 20, replace=False).tolist())
-    seen: list[list[Any]] = []
-
-    def run(strategy: ms.Strategy, first: int, last: int, path: Path | None = None) -> Any:
-        training = Training(strategy)
-        if first:
-            training.checkpoint.restore(tmp_path / f"{first}")
-        while training.progress["step"] < last:
-            training.step()
-        if path is not None:
-            training.checkpoint.save(path, wait=bool(last % 2))
-            training.checkpoint.wait()
-        return training.everything()
-
-    golden = replicas(lambda strategy: run(strategy, 0, steps), ranks)
-    for first, last in itertools.pairwise((0, *stops)):
-        seen.append(replicas(lambda strategy, f=first, n=last: run(strategy, f, n, tmp_path / f"{n}"), ranks))
-    assert replicas(lambda strategy: run(strategy, stops[-1], steps), ranks) == golden
-    for stop, found in zip(stops[:3], seen, strict=False):
-        assert found == replicas(lambda strategy, s=stop: run(strategy, 0, s), ranks), stop
-
-
-@pytest.mark.parametrize(("p", "q"), COUNTS)
-def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path, p: int, q: int) -> None:
-    """In the middle of a group of steps and of an epoch: what comes of it is the uninterrupted run, to rounding."""
-
-    def run(strategy: ms.Strategy, last: int, start: bool = False, end: bool = False) -> Any:
-        with strategy.scope():
-            weights, adam = ms.Variable(np.ones(2)), ms.optimizers.Adam(0.1)
-            rows = ms.Variable(0, synchronization="ON_READ", aggregation="SUM")
-        data = ms.Dataset.from_arrays(np.arange(42.0).reshape(21, 2), global_batch_size=6, shuffle_seed=3, epochs=None)
-        batches, streams = iter(strategy.experimental_distribute_dataset(data)), strategy.rng(4)
-        accumulator, progress = ms.gradients.GradientAccumulator(4), {"step": 0, "drawn": 0.0}
-        with strategy.scope():
-            checkpoint = ms.Checkpoint(
-                weights=weights, adam=adam, rows=rows, batches=batches, streams=streams, accumulator=accumulator,
-                progress=progress,
-            )  # fmt: skip
-
-        def step(batch: Any) -> None:
-            rows.assign_add(len(batch))
-            noise = streams.shared.standard_normal(2)
-            sums = accumulator.add([batch.sum(axis=0) * (weights + noise) / 100])
-            if sums is not None:
-                adam.apply_gradients([(sums[0], weights)])
-
-        if start:
-            checkpoint.restore(tmp_path / "c")
-        while progress["step"] < last:
-            strategy.run(step, args=(next(batches),))
-            progress["step"] += 1
-        if end:
-            checkpoint.save(tmp_path / "c")
-        return weights.numpy(), int(rows), streams.shared.random()
-
-    golden = replicas(lambda strategy: run(strategy, 14), p)
-    replicas(lambda strategy: run(strategy, 6, end=True), p)
-    for weights, rows, drawn in replicas(lambda strategy: run(strategy, 14, start=True), q):
-        np.testing.assert_allclose(weights, golden[0][0], rtol=1e-12)
-        assert (rows, drawn) == golden[0][1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 import gpu_here
 import numpy as np
 import pytest
-from checkpoints import many_writers
+from checkpoints import checkpoint_of, many_writers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, outcomes, part_of, still_works
+from replicas import RANK, SIZE, all_raise, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -70,7 +69,7 @@ def texts(objects: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize("many", [True, False])
 def test_arrays_of_another_shape_on_each_rank(strategy: ms.MirroredStrategy, folder: Path, many: bool) -> None:
-    with strategy.scope(), many_writers() if many else contextlib.nullcontext():
+    with strategy.scope(), many_writers(many):
         ms.Checkpoint(**of_one_rank(RANK, 1)).save(folder / "c", wait=many).wait()
         again = ms.Checkpoint(**of_one_rank(RANK, 0))
     again.restore(folder / "c")
@@ -107,22 +106,19 @@ def test_rows_from_any_number_of_ranks_to_any(
 
     def save(strategy: ms.Strategy) -> None:
         mine = whole[ends[strategy.rank] - lengths[strategy.rank] : ends[strategy.rank]]
-        with strategy.scope():
-            own = np.full(strategy.rank, 1.0)
-            ms.Checkpoint(rows=ms.Rows(mine), state=Domain(mine), own={"x": own}).save(folder / "c")
+        own = np.full(strategy.rank, 1.0)
+        checkpoint_of(strategy, rows=ms.Rows(mine), state=Domain(mine), own={"x": own}).save(folder / "c")
 
     def restore(strategy: ms.Strategy) -> Any:
         rows, state = ms.Rows(np.empty((1, *axes), dtype)), Domain(np.empty((0, *axes), dtype))
-        with strategy.scope():
-            checkpoint = ms.Checkpoint(rows=rows, more=1) if many else ms.Checkpoint(rows=rows)
-            checkpoint.restore(folder / "c", partial=True)
-            if strategy.size == p:
-                ms.Checkpoint(state=state).restore(folder / "c", partial=True)
+        checkpoint_of(strategy, rows=rows).restore(folder / "c", partial=True)
+        if strategy.size == p:
+            checkpoint_of(strategy, state=state).restore(folder / "c", partial=True)
         return rows.value, state.rows
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with many_writers() if many else contextlib.nullcontext():
+        with many_writers(many):
             replicas(save, p, nodes=[rank % 2 if in_turns else rank * 2 // p for rank in range(p)])
         for q in COUNTS:
             found = replicas(restore, q)
@@ -141,7 +137,7 @@ def test_rows_of_real_ranks(strategy: ms.MirroredStrategy, folder: Path, memory:
     library: Any = gpu_here.cupy_or_skip() if memory == "GPU" else np
     on_host = library.asnumpy if memory == "GPU" else np.asarray
     rows, state = ms.Rows(library.full((RANK, 2), RANK + 1.0)), Domain(library.full(RANK, RANK + 1))
-    with strategy.scope(), many_writers() if wait else contextlib.nullcontext():
+    with strategy.scope(), many_writers(wait):
         checkpoint = ms.Checkpoint(rows=rows, state=state)
         checkpoint.save(folder / "c", wait=wait).wait()
         rows.value, state.rows = library.empty((1, 2)), library.empty(7, int)
@@ -166,11 +162,9 @@ def test_rows_that_do_not_fit_together(strategy: ms.MirroredStrategy, folder: Pa
             *(("rows", ms.Rows(array)) for array in (np.zeros((0, 3)), np.zeros((0, 2), np.float32), np.zeros(0))),
         ]  # fmt: skip
         for name, x in tried:
-            found = outcomes(ms.Checkpoint(x=x).restore, folder / name)
-            assert {each.error for each in found} == {errors.CheckpointMismatchError}
+            all_raise(errors.CheckpointMismatchError, ms.Checkpoint(x=x).restore, folder / name)
         if SIZE > 1:
             x = ms.Rows(np.zeros((0, 3 if RANK else 2)))
             for call in (ms.Checkpoint(x=x).restore, ms.Checkpoint(x=x).save):
-                found = outcomes(call, folder / "rows")
-                assert {each.error for each in found} == {errors.CollectiveMismatchError}
+                all_raise(errors.CollectiveMismatchError, call, folder / "rows")
     assert still_works(strategy)

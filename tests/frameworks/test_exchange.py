@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE
+from replicas import RANK, SIZE, new_variable
 
 import mpistrategy as ms
 
@@ -16,8 +16,7 @@ shares = pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="this t
 
 @shares
 def test_torch_shares_the_memory_of_a_variable(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.arange(6, dtype=np.float32).reshape(2, 3))
+    variable = new_variable(strategy, np.arange(6, dtype=np.float32).reshape(2, 3))
     for take in (torch.as_tensor, torch.from_dlpack, torch.asarray):
         tensor = take(variable)
         assert tensor.data_ptr() == variable.local_view.ctypes.data
@@ -27,8 +26,7 @@ def test_torch_shares_the_memory_of_a_variable(strategy: ms.Strategy) -> None:
 
 
 def test_read_only_is_said(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.arange(3.0))
+    variable = new_variable(strategy, np.arange(3.0))
     for array in (np.from_dlpack(variable), np.asarray(variable)):
         assert np.shares_memory(array, variable.local_view)
         assert not array.flags.writeable
@@ -39,25 +37,13 @@ def test_read_only_is_said(strategy: ms.Strategy) -> None:
 
 @shares
 def test_a_sum_that_nothing_holds_is_not_pointed_at(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        counted = ms.Variable(1.0, synchronization="ON_READ", aggregation="SUM")
-        small = ms.Variable(np.ones(2), dtype="bfloat16")
+    counted = new_variable(strategy, 1.0, synchronization="ON_READ", aggregation="SUM")
+    small = new_variable(strategy, np.ones(2), dtype="bfloat16")
     assert not hasattr(counted, "__array_interface__")
     assert np.asarray(counted) == SIZE
     assert torch.as_tensor(counted) == SIZE
     assert not hasattr(small, "__array_interface__")  # it would say two bytes of anything
     assert np.asarray(small).dtype.name == "bfloat16"
-
-
-def test_jax_takes_a_copy_and_optimizers_its_gradients(strategy: ms.Strategy) -> None:
-    jax = pytest.importorskip("jax")
-    with strategy.scope():
-        variable, optimizer = ms.Variable(np.ones(4, np.float32)), ms.optimizers.SGD(1.0)
-    array = jax.numpy.asarray(variable)
-    variable.assign(np.zeros(4, np.float32))
-    assert jax.jit(lambda x: x.sum())(array) == 4
-    strategy.run(lambda: optimizer.apply_gradients([(RANK * array, variable)]))
-    assert variable.numpy().tolist() == [-sum(range(SIZE))] * 4
 
 
 def test_gradients_are_left_out_of_metrics_and_steps(strategy: ms.Strategy) -> None:

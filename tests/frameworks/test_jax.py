@@ -11,7 +11,7 @@ import numpy as np
 import pages
 import pytest
 from checkpoints import shared_folder
-from replicas import RANK, SIZE, context
+from replicas import RANK, SIZE, context, new_variable
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -215,8 +215,7 @@ def test_a_trace_on_one_rank_is_told_to_all(strategy: ms.Strategy) -> None:
 
 
 def test_outside_a_trace_everything_works(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        v = ms.Variable(np.arange(3, dtype=np.float32))
+    v = new_variable(strategy, np.arange(3, dtype=np.float32))
     ones = jnp.ones(3)
     seen: list[Any] = []
 
@@ -246,8 +245,7 @@ def test_the_guide_says_what_the_error_says() -> None:
 def test_jax_gets_the_value_of_that_moment(strategy: ms.Strategy) -> None:
     """JAX copies large arrays later, and not at once while compiled functions are under way."""
     start, other = np.ones((1024, 1024), np.float32), np.full((1024, 1024), 7, np.float32)
-    with strategy.scope():
-        v = ms.Variable(start)
+    v = new_variable(strategy, start)
     held = ms.PerReplica((start.copy(),))
     busy = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda i, y: y @ y * 0.001, x))
     size = jnp.ones((400, 400))

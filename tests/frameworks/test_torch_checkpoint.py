@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import many_writers, shared_folder
-from replicas import RANK, SIZE
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -110,19 +109,6 @@ def test_tensors_and_arrays_of_each_other(strategy: ms.Strategy, tmp_path: Path)
         ms.Checkpoint(a=array, b=tensor).restore(folder)
     assert array.tolist() == tensor.tolist() == [0, 1, 2]
     assert ms.Checkpoint.arrays(folder)["a"].tolist() == [0, 1, 2]
-
-
-def test_tensors_of_each_rank_are_each_ranks(strategy: ms.Strategy, tmp_path: Path) -> None:
-    folder = shared_folder(tmp_path) / "c"
-    own = torch.full((2,), float(RANK))
-    with strategy.scope():
-        ms.Checkpoint(own=own).save(folder)
-        own[...] = -1
-        ms.Checkpoint(own=own).restore(folder)
-    assert own.tolist() == [RANK, RANK]
-    if SIZE > 1:
-        with ms.OneDeviceStrategy("CPU:0").scope(), pytest.raises(errors.CheckpointMismatchError, match="tensor of"):
-            ms.Checkpoint(own=own).restore(folder)
 
 
 def test_sparse_tensors_are_refused(strategy: ms.Strategy, tmp_path: Path) -> None:

@@ -153,22 +153,35 @@ def test_a_work_lets_another_stream_wait() -> None:
     assert (found == SIZE * (SIZE + 1) / 2).all()
 
 
-def test_fsdp_trains_as_one_process_with_all_rows() -> None:
+def by_ddp(model: Any) -> Any:
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def by_fsdp(model: Any) -> Any:
     fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
         pytest.skip("this torch has no public FSDP2")
+    mesh = dist.device_mesh.init_device_mesh("cuda", (SIZE,))
+    for part in (model[0], model[2], model):
+        fsdp.fully_shard(part, mesh=mesh)
+    return model
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("wrap", [by_ddp, by_fsdp])
+def test_a_wrapped_model_trains_as_one_process_with_all_rows(wrap: Callable[[Any], Any]) -> None:
     torch.manual_seed(0)
     alone = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
-    sharded = copy.deepcopy(alone)
-    mesh = dist.device_mesh.init_device_mesh("cuda", (SIZE,))
-    for part in (sharded[0], sharded[2], sharded):
-        fsdp.fully_shard(part, mesh=mesh)
-    for model, mine in ((alone, slice(None)), (sharded, slice(4 * RANK, 4 * RANK + 4))):
+    wrapped = wrap(copy.deepcopy(alone))
+    for model, mine in ((alone, slice(None)), (wrapped, slice(4 * RANK, 4 * RANK + 4))):
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         for step in range(20):
             rows = torch.randn(4 * SIZE, 6, generator=torch.Generator("cuda").manual_seed(step))
             optimizer.zero_grad()
             model(rows[mine]).square().mean().backward()
             optimizer.step()
-    for one, other in zip(sharded.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-5)
+    for one, other in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(one), other, rtol=1e-4, atol=1e-5)

@@ -225,32 +225,19 @@ def test_half_the_bytes_between_nodes(strategy: ms.Strategy) -> None:
 
 
 def test_sparse_gradients_stay_sparse(strategy: ms.Strategy) -> None:
-    torch.manual_seed(1)
     table = torch.nn.Embedding(7, 3, sparse=True)
-    head = torch.nn.Linear(3, 1)
-    optimizer = mst.DistributedOptimizer(
-        torch.optim.SGD([*table.parameters(), *head.parameters()], 1.0), strategy=strategy
-    )
-    before, weight = table.weight.detach().clone(), head.weight.detach().clone()
-    head(table(torch.tensor([RANK, RANK, 6]))).sum().backward()
-    assert table.weight.grad.is_sparse
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD(table.parameters(), 1.0), strategy=strategy)
+    wanted = table.weight.detach().clone()
+    table(torch.tensor([RANK, RANK, 6])).sum().backward()
     optimizer.step()
-    wanted = before.clone()
-    for rank in range(SIZE):
-        wanted[rank] -= 2 * weight[0] / SIZE
-        wanted[6] -= weight[0] / SIZE
+    assert table.weight.grad.is_sparse
+    wanted[:SIZE] -= 2 / SIZE
+    wanted[6] -= 1
     torch.testing.assert_close(table.weight.detach(), wanted)
 
 
-def test_parameters_without_gradients(strategy: ms.Strategy) -> None:
-    net, unused = network(), torch.nn.Linear(2, 2)
-    parameters = [*net.parameters(), *unused.parameters()]
-    optimizer = mst.DistributedOptimizer(torch.optim.SGD(parameters, 0.1), strategy=strategy)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(ones()).sum().backward()
-        optimizer.step()
-    assert unused.weight.grad is None
+def test_a_group_that_is_added_later(strategy: ms.Strategy) -> None:
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD(network().parameters(), 0.1), strategy=strategy)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.full((2,), float(RANK)))], "lr": 1.0})
     added = optimizer.param_groups[1]["params"][0]
     with torch.no_grad():

@@ -145,23 +145,6 @@ def test_gradients_of_gradients_and_beside_truth_values(strategy: ms.Strategy) -
     assert mine.grad.tolist() == [SIZE * (RANK == 0)]
 
 
-def test_a_contrastive_loss_has_the_gradients_of_one_process(strategy: ms.Strategy) -> None:
-    """Each rank compares its rows with those of all ranks."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
-    rows = torch.randn(3 * SIZE, 4, generator=generator)
-    mine = slice(3 * RANK, 3 * RANK + 3)
-    weight, alone = (torch.eye(4)[:2].clone().requires_grad_() for _ in range(2))
-    optimizer = mst.DistributedOptimizer(torch.optim.SGD([weight], 0.1), strategy=strategy)
-    views = torch.nn.functional.linear(rows[mine], weight)
-    together = mst.all_gather(views, strategy=strategy)
-    labels = torch.arange(3 * SIZE)
-    torch.nn.functional.cross_entropy(views @ together.T, labels[mine]).backward()
-    optimizer.synchronize()
-    everything = torch.nn.functional.linear(rows, alone)
-    torch.nn.functional.cross_entropy(everything @ everything.T, labels).backward()
-    torch.testing.assert_close(weight.grad, alone.grad)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_nest_that_does_not_fit_raises_on_all_ranks(strategy: ms.Strategy) -> None:
     mine = torch.zeros(2 + (RANK == 1))

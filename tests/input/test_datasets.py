@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, outcomes, still_works
+from replicas import RANK, SIZE, all_raise, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -265,8 +265,7 @@ NO_DATASETS: list[tuple[Any, type[Exception]]] = [
 def test_what_is_no_dataset_is_refused_on_every_rank(
     strategy: ms.MirroredStrategy, dataset: Any, kind: type[Exception]
 ) -> None:
-    for outcome in outcomes(lambda: list(strategy.experimental_distribute_dataset(dataset))):
-        assert outcome.error is kind, outcome.text
+    all_raise(kind, lambda: list(strategy.experimental_distribute_dataset(dataset)))
     assert still_works(strategy)
 
 
@@ -295,7 +294,5 @@ def test_bad_options(strategy: ms.MirroredStrategy) -> None:
 def test_datasets_that_differ_between_the_ranks_are_refused_on_all(
     strategy: ms.MirroredStrategy, dataset: Any, kind: type[Exception], told: str
 ) -> None:
-    for outcome in outcomes(strategy.experimental_distribute_dataset, dataset):
-        assert outcome.error is kind, outcome.text
-        assert told in outcome.text
+    all_raise(kind, strategy.experimental_distribute_dataset, dataset, words=[told])
     assert still_works(strategy)

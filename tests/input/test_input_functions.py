@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, outcomes, still_works
+from replicas import RANK, SIZE, all_raise, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -92,10 +92,8 @@ def test_batches_are_used_as_they_are(strategy: ms.MirroredStrategy) -> None:
 @pytest.mark.parametrize("given_", [lambda context: None, lambda context: {"x": np.zeros(2)}, None, [np.zeros(2)]])
 def test_what_makes_no_dataset(strategy: ms.MirroredStrategy, given_: Any) -> None:
     for make in (strategy.distribute_datasets_from_function, strategy.make_input_fn_iterator):
-        for outcome in outcomes(make, given_):
-            assert outcome.error is errors.OptionTypeError, outcome.text
-    for outcome in outcomes(strategy.distribute_datasets_from_function, lambda context: [], 3):
-        assert outcome.error is errors.OptionTypeError, outcome.text
+        all_raise(errors.OptionTypeError, make, given_)
+    all_raise(errors.OptionTypeError, strategy.distribute_datasets_from_function, lambda context: [], 3)
     assert still_works(strategy)
 
 
@@ -131,9 +129,7 @@ def test_a_rank_that_cannot_go_on_without_rows_is_an_error_everywhere(
 ) -> None:
     """One ends before its beginning, or has scalars."""
     dataset = strategy.distribute_datasets_from_function(lambda context: iter(batches))
-    for outcome in outcomes(lambda: list(dataset)):
-        assert outcome.error is errors.BatchError, outcome.text
-        assert told in outcome.text
+    all_raise(errors.BatchError, lambda: list(dataset), words=[told])
     assert still_works(strategy)
 
 
@@ -166,8 +162,7 @@ def test_iterators_that_start_again(strategy: ms.MirroredStrategy, make: Callabl
 def test_replication_modes(strategy: ms.MirroredStrategy) -> None:
     strategy.make_input_fn_iterator(lambda context: [], "PER_WORKER")
     for mode in (3, None, "per worker", ms.InputReplicationMode.PER_REPLICA):
-        for outcome in outcomes(strategy.make_input_fn_iterator, lambda context: [], mode):
-            assert outcome.error is errors.OptionError, outcome.text
+        all_raise(errors.OptionError, strategy.make_input_fn_iterator, lambda context: [], mode)
 
 
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")

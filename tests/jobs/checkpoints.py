@@ -21,6 +21,12 @@ def shared_folder(tmp_path: Path) -> Path:
     return Path(gather_texts(str(tmp_path))[0])
 
 
+def checkpoint_of(strategy: ms.Strategy, **objects: Any) -> ms.Checkpoint:
+    """Make a checkpoint of a strategy."""
+    with strategy.scope():
+        return ms.Checkpoint(**objects)
+
+
 @contextmanager
 def watched(watcher: Callable[[str, str], None]) -> Iterator[None]:
     """Call `watcher` before every change to the file system."""
@@ -68,10 +74,10 @@ def held(change: str = "fsync", is_held: threading.Event | None = None) -> Itera
 
 
 @contextmanager
-def many_writers() -> Iterator[None]:
-    """Have each rank write a shard, whatever there is to write."""
+def many_writers(many: object = True) -> Iterator[None]:
+    """Have each rank write a shard, whatever there is to write; if it is wanted."""
     before = saving.BYTES_A_WRITER
-    saving.BYTES_A_WRITER = 1
+    saving.BYTES_A_WRITER = 1 if many else before
     try:
         yield
     finally:

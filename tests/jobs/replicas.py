@@ -185,6 +185,14 @@ def outcomes(function: Callable[..., Any], *args: Any) -> list[Outcome]:
     return results
 
 
+def all_raise(error: type[Exception], function: Callable[..., Any], *args: Any, words: Iterable[str] = ()) -> str:
+    """Check that a call raises an error of this class, with these words, on every rank; return the text of rank 0's."""
+    ended = outcomes(function, *args)
+    assert {end.error for end in ended} == {error}, ended
+    assert all(word in end.text for end in ended for word in words), ended
+    return ended[0].text
+
+
 @contextmanager
 def raising(error: BaseException, event: str, name: str, after: int = 0) -> Iterator[None]:
     """Raise in a function of this name, as the handler of a signal may, and say nothing where that comes out.
@@ -230,6 +238,12 @@ def made(makers: Mapping[str, Callable[[], ms.Strategy]]) -> Iterator[dict[str, 
     yield strategies
     for strategy in strategies.values():
         strategy.close()
+
+
+def new_variable(strategy: ms.Strategy, value: Any, **options: Any) -> ms.Variable:
+    """Make a variable of a strategy."""
+    with strategy.scope():
+        return ms.Variable(value, **options)
 
 
 class OnNodes(ms.Strategy):

@@ -10,7 +10,7 @@ import launching
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
+from replicas import RANK, RANKS, SIZE, OnNodes, all_raise, context, new_variable, outcomes
 
 import mpistrategy as ms
 from mpistrategy.errors import (
@@ -88,8 +88,7 @@ def test_several_under_way_with_work_between(placed: ms.Strategy) -> None:
 
 
 def test_variables_slices_numbers_and_options(placed: ms.Strategy) -> None:
-    with placed.scope():
-        variable = ms.Variable(np.arange(3.0))
+    variable = new_variable(placed, np.arange(3.0))
     slices = ms.IndexedSlices(np.ones((1, 2)), np.array([RANK]))
     nest = {"v": variable, "s": slices, "n": 2, "f": 0.5}
     result = started(placed, "SUM", nest, options=ms.CommunicationOptions(bytes_per_pack=64)).wait()
@@ -173,9 +172,7 @@ DIFFERENT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_different_calls_are_refused_on_every_rank(placed: ms.Strategy, what: str) -> None:
     for end in ends_of(placed, [{"op": "SUM", **call} for call in DIFFERENT[what][ODD]]):
-        for outcome in outcomes(end):
-            assert outcome.error is CollectiveMismatchError
-            assert "test_asynchronous.py" in outcome.text
+        all_raise(CollectiveMismatchError, end, words=["test_asynchronous.py"])
     assert still_works(placed)
 
 
@@ -189,8 +186,7 @@ def test_one_rank_that_has_started_nothing_does_not_leave_the_others_waiting(apa
     def step() -> Any:
         return started(apart, "SUM", np.ones(3)).wait() if RANK == 0 else apart.reduce("SUM", np.ones(3))
 
-    for outcome in outcomes(step):
-        assert outcome.error is CollectiveMismatchError
+    all_raise(CollectiveMismatchError, step)
     # Rank 0's is still under way, and meets the next one of the others, which is its equal.
     if before and RANK != 0:
         started(apart, "SUM", np.ones(3))
@@ -223,10 +219,7 @@ def test_ranks_may_wait_in_any_order_once_all_have_started_all(apart: ms.Strateg
 def test_ranks_that_wait_having_started_unequally_many_are_told(apart: ms.Strategy) -> None:
     handle = started(apart, "SUM", 1.0)
     more = [started(apart, "SUM", 2.0)] if ODD else []
-    for outcome in outcomes(handle.wait):
-        assert outcome.error is CollectiveMismatchError
-        assert "1 all_reduce_async started" in outcome.text
-        assert "2 all_reduce_async started" in outcome.text
+    all_raise(CollectiveMismatchError, handle.wait, words=["1 all_reduce_async started", "2 all_reduce_async started"])
     more = more or [started(apart, "SUM", 2.0)]
     assert [handle.wait(), more[0].wait()] == [SIZE, 2 * SIZE]
     assert still_works(apart)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from declared import IN_STEPS, arguments, parameters
 from mpi4py import MPI
-from replicas import RANK, SIZE, context, outcomes, still_works
+from replicas import RANK, SIZE, context, new_variable, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import CommunicationOptions, errors
@@ -33,8 +33,7 @@ class Unhelpful:
 
 @pytest.fixture(scope="module")
 def variable(strategy: ms.Strategy) -> ms.Variable:
-    with strategy.scope():
-        return ms.Variable(np.zeros(2), aggregation="SUM", name="weights")
+    return new_variable(strategy, np.zeros(2), aggregation="SUM", name="weights")
 
 
 Call = Callable[[ms.Strategy, ms.Variable], Any]
@@ -380,8 +379,7 @@ LOCAL: list[tuple[str, Call, Any]] = [
 
 
 def _of_nobody() -> ms.Variable:
-    with ms.OneDeviceStrategy("CPU:0").scope():
-        return ms.Variable(1.0)
+    return new_variable(ms.OneDeviceStrategy("CPU:0"), 1.0)
 
 
 def _in_scope(strategy: ms.Strategy, make: Callable[[], Any]) -> Any:

@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import DTYPES, RANK, RANKS, SIZE, bits, context, laid_out, part_of, pieces_of, same_everywhere, value_of
+from replicas import (
+    DTYPES,
+    RANK,
+    RANKS,
+    SIZE,
+    bits,
+    context,
+    laid_out,
+    new_variable,
+    part_of,
+    pieces_of,
+    same_everywhere,
+    value_of,
+)
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
@@ -64,8 +77,7 @@ def test_gather_is_concatenation_in_rank_order(
 
 
 def test_gather_of_a_nest_with_variables_keeps_its_structure(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.arange(2.0))
+    variable = new_variable(strategy, np.arange(2.0))
     mine = {"b": (np.full((RANK, 2), RANK), variable), "a": [ms.PerReplica((np.array([RANK]),))]}
     result = strategy.gather(mine if RANK % 2 else dict(reversed(mine.items())), axis=0)
     np.testing.assert_array_equal(result["a"][0], list(RANKS))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from delayed_writes import delayed_fill
 from gpu_here import Spoken
-from replicas import ALL, RANK, SIZE, context, in_step, outcomes
+from replicas import ALL, RANK, SIZE, context, in_step, new_variable, outcomes
 
 import mpistrategy as ms
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
@@ -138,8 +138,7 @@ LENGTH = 3000
 
 
 def assigned(strategy: ms.Strategy, x: Any) -> Any:
-    with strategy.scope():
-        var = ms.Variable(np.zeros(LENGTH), aggregation="ONLY_FIRST_REPLICA")
+    var = new_variable(strategy, np.zeros(LENGTH), aggregation="ONLY_FIRST_REPLICA")
     strategy.run(lambda: var.assign(x))
     return var.local_view
 

@@ -24,6 +24,7 @@ from replicas import (
     expected,
     laid_out,
     made,
+    new_variable,
     part_of,
     rows,
     same_everywhere,
@@ -127,8 +128,7 @@ def test_along_axes_whose_lengths_differ(
 @pytest.mark.parametrize("bytes_per_pack", [0, 8])
 @pytest.mark.parametrize("op", ["SUM", "MAX"])
 def test_a_batch_with_mixed_destinations(strategy: ms.Strategy, op: str, bytes_per_pack: int) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(3))
+    variable = new_variable(strategy, np.zeros(3))
     plans = [("int16", (3,)), ("float16", (2, 2)), ("float64", ()), ("int16", (0,)), ("float64", (4,))]
     places: list[Any] = ["task:0", variable, f"task:{SIZE - 1}", "CPU:0", ["task:0", f"task:{SIZE - 1}"]]
     lives = [{0}, set(RANKS), {SIZE - 1}, set(RANKS), {0, SIZE - 1}]
@@ -169,9 +169,8 @@ def test_unaligned_arrays_of_one_rank(strategies: dict[str, ms.Strategy], name: 
     """Gradients and variables, and the values and indices of slices."""
     strategy, mine, optimizer = strategies[name], odd(np.full((size, 2), RANK + 1, np.float32)), ms.optimizers.SGD(0.5)
     slices = ms.IndexedSlices(mine, odd(np.arange(size)), mine.shape)
-    with strategy.scope():
-        variable = ms.Variable(odd(np.zeros(mine.shape, np.float32)))
-        total = ms.Variable(np.zeros(mine.shape, np.float32), aggregation="SUM")
+    variable = new_variable(strategy, odd(np.zeros(mine.shape, np.float32)))
+    total = new_variable(strategy, np.zeros(mine.shape, np.float32), aggregation="SUM")
     for _ in range(2):
         strategy.run(lambda: optimizer.apply_gradients([(mine, variable)]))
     strategy.run(lambda: total.scatter_add(slices))
@@ -246,8 +245,7 @@ def test_a_scalar_stays_a_scalar_and_an_array_an_array(
 
 
 def test_containers_and_variables_are_read(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.ones(2))
+    variable = new_variable(strategy, np.ones(2))
     parts = strategy.experimental_distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
     assert strategy.reduce("SUM", parts) == sum(RANKS)
     assert strategy.run(lambda part: context().all_reduce("SUM", part), args=(parts,)) == sum(RANKS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, in_step, new_variable, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError
@@ -34,9 +34,8 @@ class Counting(ms.ReductionToOneDevice):
 
 def ways_of(strategy: ms.Strategy) -> dict[str, Callable[[], Any]]:
     """Return the ways on which something is reduced, each by the same objects every time."""
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(5), aggregation="SUM")
-        counter = ms.Variable(np.zeros(()), synchronization="ON_READ", aggregation="SUM")
+    variable = new_variable(strategy, np.zeros(5), aggregation="SUM")
+    counter = new_variable(strategy, np.zeros(()), synchronization="ON_READ", aggregation="SUM")
     optimizer, arena, ones = ms.optimizers.SGD(0.5), strategy.arena([np.zeros(3)]), np.ones(5)
     return {
         "a number": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", 1.0)),

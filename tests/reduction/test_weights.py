@@ -16,6 +16,7 @@ from replicas import (
     RANK,
     RANKS,
     SIZE,
+    all_raise,
     context,
     outcomes,
     part_of,
@@ -162,8 +163,7 @@ BAD: dict[str, tuple[Any, Any, str, type[Exception]]] = {
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_a_bad_weight_raises_on_every_rank(strategy: ms.Strategy, way: str, what: str, where: str) -> None:
     bad, kind = BAD[what][:3], BAD[what][3]
-    ended = outcomes(weighted, strategy, way, *(bad if where == "everywhere" or RANK == SIZE - 1 else (ONES, 1)))
-    assert [one.error for one in ended] == [kind] * SIZE, ended
+    all_raise(kind, weighted, strategy, way, *(bad if where == "everywhere" or RANK == SIZE - 1 else (ONES, 1)))
     ended = outcomes(weighted, strategy, way, ONES, None if RANK == SIZE - 1 else 1)
     assert {one.error for one in ended} == {errors.CollectiveMismatchError if SIZE > 1 else None}
     for value, more in ((np.ones((2, 2)), {"weight": 1}), (strategy.arena(np.ones((2, 2))), {})):

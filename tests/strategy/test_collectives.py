@@ -22,6 +22,7 @@ from replicas import (
     bits,
     context,
     in_step,
+    new_variable,
     part_of,
     pieces_of,
     still_works,
@@ -83,8 +84,7 @@ def test_every_algorithm_reduces_and_scatters(algorithm: ms.CrossDeviceOps) -> N
 
 
 def test_a_nest_a_variable_and_numbers_of_rows_that_differ_by_leaf(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        weights = ms.Variable(np.arange(2.0 * SIZE))
+    weights = new_variable(strategy, np.arange(2.0 * SIZE))
     found = made(
         strategy, "reduce_scatter", "MEAN", {"v": weights, "none": None, "a": [np.ones((SIZE, 2)), np.ones((1, 3))]}
     )
@@ -153,8 +153,7 @@ def test_zeros_and_nan_are_those_of_all_reduce(strategy: ms.Strategy) -> None:
 
 
 def test_a_nest_with_a_variable_numbers_and_none(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.arange(3.0))
+    variable = new_variable(strategy, np.arange(3.0))
     value = {"v": variable, "none": None, "n": [RANK + 1, float(RANK), np.float32(2)], "z": 1 + 2j}
     found = made(strategy, "scan", "SUM", value)
     np.testing.assert_array_equal(found["v"], np.arange(3.0) * (RANK + 1))
@@ -201,8 +200,7 @@ SENT = [
 
 @pytest.mark.parametrize("root", RANKS)
 def test_every_rank_gets_the_value_of_one(strategy: ms.MirroredStrategy, root: int) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(3))
+    variable = new_variable(strategy, np.zeros(3))
     strategy.extended.update(variable, lambda v: v.assign(np.full(3, RANK + 1.0)))
     given = {"n": RANK, "x": RANK / 2, "large": np.full((300, 300), RANK), "v": variable, "more": [np.arange(3) + RANK]}
     found = strategy.broadcast(given, root)

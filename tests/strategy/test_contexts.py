@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declared import IN_STEPS, called
-from replicas import RANK, SIZE, context, still_works
+from replicas import RANK, SIZE, context, new_variable, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -30,8 +30,7 @@ def other() -> Iterator[ms.MirroredStrategy]:
 
 @pytest.fixture(scope="module")
 def variable(strategy: ms.Strategy) -> ms.Variable:
-    with strategy.scope():
-        return ms.Variable(np.zeros(2), aggregation="SUM")
+    return new_variable(strategy, np.zeros(2), aggregation="SUM")
 
 
 @pytest.fixture(autouse=True)
@@ -301,8 +300,7 @@ def test_merge_call_unpacks_what_merge_fn_returns(strategy: ms.Strategy) -> None
         return own
 
     assert (strategy.run(step) == RANK + 1).all()
-    with strategy.scope():
-        v = ms.Variable(np.zeros(2), aggregation="SUM")
+    v = new_variable(strategy, np.zeros(2), aggregation="SUM")
     added = strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign_add(np.ones(2)).numpy()))
     assert type(added) is np.ndarray
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, in_step, outcomes
+from replicas import RANK, SIZE, all_raise, in_step, new_variable
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -31,8 +31,7 @@ def test_run_takes_the_next_element(strategy: ms.MirroredStrategy) -> None:
 
     sums = [strategy.experimental_run(replica_fn, iterator) for _ in range(2)]
     assert sums == [sum(range(SIZE)), sum(range(SIZE, 2 * SIZE))]
-    for outcome in outcomes(strategy.experimental_run, replica_fn, iterator):
-        assert outcome.error is errors.OutOfRangeError, outcome.text
+    all_raise(errors.OutOfRangeError, strategy.experimental_run, replica_fn, iterator)
     assert strategy.experimental_finalize() == []
     pairs = strategy.make_input_fn_iterator(lambda context: [(1, {"y": 2})])
     assert strategy.experimental_run(lambda inputs: inputs, pairs) == (1, {"y": 2})
@@ -67,8 +66,7 @@ def test_every_strategy_has_the_old_names(make: Callable[[], ms.Strategy]) -> No
 
 def test_a_deep_copy_is_another_strategy_on_the_same_ranks() -> None:
     strategy = ms.MirroredStrategy()
-    with strategy.scope():
-        made = [ms.Variable(1.0)]
+    made = [new_variable(strategy, 1.0)]
     copied, same = copy.deepcopy([strategy, strategy])
     assert type(copied) is ms.MirroredStrategy
     assert copied is same is not strategy
@@ -84,9 +82,8 @@ def test_a_deep_copy_is_another_strategy_on_the_same_ranks() -> None:
 
 
 def test_read_var(strategy: ms.MirroredStrategy) -> None:
-    with strategy.scope():
-        mirrored = ms.Variable([1.0, 2.0])
-        total = ms.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+    mirrored = new_variable(strategy, [1.0, 2.0])
+    total = new_variable(strategy, 0.0, synchronization="ON_READ", aggregation="SUM")
     strategy.run(lambda: total.assign(RANK + 1.0))
     assert strategy.extended.read_var(mirrored).tolist() == [1.0, 2.0]
     with strategy.scope():

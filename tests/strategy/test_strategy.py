@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, OnNodes, context, in_step, one_node, same_everywhere, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, context, in_step, new_variable, one_node, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -142,8 +142,7 @@ AFTER: dict[str, Callable[[ms.Strategy, ms.Variable], Any]] = {
 
 def test_after_close_every_collective_says_so() -> None:
     strategy = ms.MirroredStrategy()
-    with strategy.scope():
-        variable = ms.Variable(2.0, aggregation="SUM")
+    variable = new_variable(strategy, 2.0, aggregation="SUM")
     strategy.close()
     for call in AFTER.values():
         with pytest.raises(errors.ContextError, match=r"close\(\)"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, still_works
+from replicas import RANK, RANKS, SIZE, new_variable, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -85,8 +85,7 @@ def test_calls_that_differ_name_the_usual_cure(
 
 def test_words_for_what_is_written_elsewhere(strategy: ms.Strategy) -> None:
     objects = np.array([1, None], object)
-    with strategy.scope():
-        v = ms.Variable(np.zeros(2))
+    v = new_variable(strategy, np.zeros(2))
     to: Any = strategy.extended
     words: list[tuple[Callable[[], Any], type[Exception], str]] = [
         *((lambda op=op: strategy.reduce(op, 1.0), errors.ReduceOpError, word) for op, word in OPS),

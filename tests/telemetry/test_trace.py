@@ -15,7 +15,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, context, gather_texts, outcomes
+from replicas import RANK, SIZE, all_raise, context, gather_texts, new_variable
 from traces import overlapping, read_events
 
 import mpistrategy as ms
@@ -38,9 +38,8 @@ def folder(tmp_path: Path) -> Path:
 
 def train(strategy: ms.Strategy, folder: Path) -> None:
     """Make collectives of all kinds of ways: quick ones and others, in steps, in a span and outside."""
-    with strategy.scope():
-        weights = ms.Variable(np.zeros((8, 8)), name="weights")
-        optimizer = ms.optimizers.SGD(0.1)
+    weights = new_variable(strategy, np.zeros((8, 8)), name="weights")
+    optimizer = ms.optimizers.SGD(0.1)
 
     def step() -> Any:
         replica = context()
@@ -124,7 +123,7 @@ def test_the_last_to_come_are_named(strategy: ms.Strategy, folder: Path) -> None
 
 def test_nothing_recorded_leaves_no_file_and_what_is_no_folder_is_refused(folder: Path) -> None:
     for bad in (3, "", None):
-        assert {each.error for each in outcomes(lambda bad=bad: ms.telemetry.trace(bad))} == {ms.errors.OptionTypeError}
+        all_raise(ms.errors.OptionTypeError, lambda bad=bad: ms.telemetry.trace(bad))
     with ms.telemetry.trace(folder) as trace:
         pass
     assert trace.path == ""

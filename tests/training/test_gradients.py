@@ -10,7 +10,7 @@ import pytest
 from checkpoints import shared_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, RANKS, SIZE, part_of, same_everywhere
+from replicas import RANK, RANKS, SIZE, new_variable, part_of, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -100,9 +100,8 @@ def test_none_and_sparse_gradients_are_added_and_clipped(strategy: ms.Strategy, 
     assert clipped[0] is None
     np.testing.assert_allclose(clipped[1].to_dense()[1], 6 / norm, rtol=1e-3)
 
-    with strategy.scope():
-        v = ms.Variable(np.zeros((4, 2), np.float16))
-        saved, loaded = GradientAccumulator(2), GradientAccumulator(2)
+    v = new_variable(strategy, np.zeros((4, 2), np.float16))
+    saved, loaded = GradientAccumulator(2), GradientAccumulator(2)
     saved.add([None, slices(1)])
     with strategy.scope():
         ms.Checkpoint(sums=saved).save(shared_folder(tmp_path) / "sums")
@@ -179,9 +178,8 @@ def test_global_clipnorm_clips_the_mean_of_the_whole_batch(strategy: ms.Strategy
     everyone = [[np.random.default_rng([1, r, i]).integers(-9, 9, i + 2) / 4 for i in range(2)] for r in RANKS]
     whole = [np.sum([mine[i] for mine in everyone], axis=0) / SIZE for i in range(2)]
     right, _ = clip_by_global_norm(whole, 0.5)
-    with strategy.scope():
-        variables = [ms.Variable(np.zeros(i + 2)) for i in range(2)]
-        optimizer = ms.optimizers.SGD(1.0, aggregation="MEAN", global_clipnorm=0.5)
+    variables = [new_variable(strategy, np.zeros(i + 2)) for i in range(2)]
+    optimizer = ms.optimizers.SGD(1.0, aggregation="MEAN", global_clipnorm=0.5)
     strategy.run(lambda: optimizer.apply_gradients(zip(everyone[RANK], variables, strict=True)))
     for variable, gradient in zip(variables, right, strict=True):
         np.testing.assert_allclose(variable, -gradient, rtol=1e-14)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replicas import new_variable
 
 import mpistrategy as ms
 from mpistrategy.errors import OptionError, OptionTypeError
@@ -82,8 +83,7 @@ def test_reprs_say_what_a_user_set_and_how_far_a_thing_is(strategy: ms.MirroredS
 
 
 def test_a_variable_may_be_a_key(strategy: ms.MirroredStrategy) -> None:
-    with strategy.scope():
-        first, second = ms.Variable(np.zeros(3)), ms.Variable(np.zeros(3))
+    first, second = new_variable(strategy, np.zeros(3)), new_variable(strategy, np.zeros(3))
     rates = {first: 1.0, second: 2.0}
     assert (rates[first], rates[second], len({first, second, first})) == (1.0, 2.0, 2)
     assert first in [first, second]

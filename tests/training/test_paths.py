@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from optimizing import OPTIMIZERS, SHAPES, Shapes, apply, asked, gradients_for, model, state
-from replicas import RANK, RANKS, SIZE, OnNodes, bits, outcomes, part_of, same_everywhere
+from replicas import RANK, RANKS, SIZE, OnNodes, all_raise, bits, new_variable, outcomes, part_of, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -206,8 +206,7 @@ def test_what_cannot_be_sliced_takes_the_plain_path(
 
 
 def test_copies_that_may_differ_take_the_plain_path(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(2), synchronization="ON_READ", aggregation="MEAN")
+    variable = new_variable(strategy, np.zeros(2), synchronization="ON_READ", aggregation="MEAN")
     strategy.run(lambda: variable.assign(np.full(2, float(RANK))))
     optimizer = SGD(0.5)
     apply(strategy, optimizer, [np.ones(2)], [variable])
@@ -284,8 +283,10 @@ def test_an_algorithm_that_is_set_later_is_called(fresh: ms.Strategy) -> None:
 
 def test_a_counter_of_the_programs_own_counts_on(fresh: ms.Strategy) -> None:
     variables, optimizer = model(fresh), Adam(0.1)
-    with fresh.scope():
-        mine, other = ms.Variable(np.int64(10), aggregation="ONLY_FIRST_REPLICA"), ms.Variable(np.float32(0))
+    mine, other = (
+        new_variable(fresh, np.int64(10), aggregation="ONLY_FIRST_REPLICA"),
+        new_variable(fresh, np.float32(0)),
+    )
     for number, counter in enumerate((mine, mine, other)):
         optimizer.iterations = counter
         apply(fresh, optimizer, gradients_for(variables, number), variables)
@@ -328,9 +329,15 @@ def test_a_rank_that_is_a_step_ahead_is_found(strategy: ms.Strategy, dtype: str)
     before = state(optimizer, variables)
     with strategy.scope():
         optimizer.variables[0].assign(np.int64(2 + RANK))  # each rank writes its own copy
-    for end in outcomes(apply, strategy, optimizer, gradients_for(variables, 1), variables):
-        assert end.error is errors.CollectiveMismatchError
-        assert "they differ in: step" in end.text
+    all_raise(
+        errors.CollectiveMismatchError,
+        apply,
+        strategy,
+        optimizer,
+        gradients_for(variables, 1),
+        variables,
+        words=["they differ in: step"],
+    )
     assert state(optimizer, variables) == before
 
 

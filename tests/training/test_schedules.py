@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import shared_folder
-from replicas import RANK, context
+from replicas import RANK, context, new_variable
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -76,8 +76,7 @@ def steps_of(strategy: ms.Strategy, optimizer: Any, weights: ms.Variable, count:
 
 @pytest.mark.mpi
 def test_a_rate_may_be_an_array_of_one_number_and_zero_and_replace_a_number(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        weights = ms.Variable(np.ones(3))
+    weights = new_variable(strategy, np.ones(3))
     optimizer = SGD(0.5, aggregation="MEAN")
     steps_of(strategy, optimizer, weights, 1)
     optimizer.learning_rate = lambda step: np.float32(0.25) if step == 1 else 0  # type: ignore[assignment]
@@ -101,8 +100,7 @@ def test_a_rate_may_be_an_array_of_one_number_and_zero_and_replace_a_number(stra
 def test_schedules_that_differ_or_fail_on_one_rank_raise_on_every_rank(
     strategy: ms.Strategy, second: Any, kind: Any, told: str
 ) -> None:
-    with strategy.scope():
-        weights = ms.Variable(np.ones(3))
+    weights = new_variable(strategy, np.ones(3))
     optimizer = SGD(lambda step: 0.1 if step < 1 or RANK else second())
     steps_of(strategy, optimizer, weights, 1)
     with pytest.raises(kind, match=told):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizing import FORMULAS, OPTIMIZERS, apply, gradients_for, model
-from replicas import BFLOAT16, RANK, RANKS, SIZE, bits, part_of, same_everywhere
+from replicas import BFLOAT16, RANK, RANKS, SIZE, bits, new_variable, part_of, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
@@ -49,8 +49,7 @@ def test_the_bits_are_those_of_the_formula(
 ) -> None:
     random = np.random.default_rng(seed)
     start, gradients = drawn(random, shape, dtype), [drawn(random, shape, dtype) for _ in range(3)]
-    with alone.scope():
-        variable, optimizer = ms.Variable(start), OPTIMIZERS[name](lambda step: rates[step])
+    variable, optimizer = new_variable(alone, start), OPTIMIZERS[name](lambda step: rates[step])
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), np.errstate(all="ignore"):
         patch.setattr(kernels, "CHUNK_BYTES", chunk)
         for gradient, (right, slots) in zip(gradients, FORMULAS[name](start, gradients, rates), strict=True):
@@ -69,9 +68,8 @@ def test_each_step_is_the_formula_of_the_reduced_gradient(strategy: ms.Strategy,
     rates = [0.1, 0.1, 0.01, 0.3]
     of_ranks = [[np.random.default_rng([step, rank]).normal(size=(2, 3)) for rank in RANKS] for step in range(4)]
     reduced = [np.sum(parts, axis=0) / (SIZE if aggregation == "MEAN" else 1) for parts in of_ranks]
-    with strategy.scope():
-        double, single = (ms.Variable(np.zeros((2, 3), dtype)) for dtype in (np.float64, np.float32))
-        optimizer = OPTIMIZERS[name](lambda step: rates[step], aggregation=aggregation)
+    double, single = (new_variable(strategy, np.zeros((2, 3), dtype)) for dtype in (np.float64, np.float32))
+    optimizer = OPTIMIZERS[name](lambda step: rates[step], aggregation=aggregation)
     for parts, (right, _) in zip(of_ranks, FORMULAS[name](np.zeros((2, 3)), reduced, rates), strict=True):
         apply(strategy, optimizer, [parts[RANK]] * 2, [double, single])
         np.testing.assert_allclose(double, right, rtol=1e-12, atol=1e-13)
@@ -86,9 +84,8 @@ def test_each_step_is_the_formula_of_the_reduced_gradient(strategy: ms.Strategy,
 
 def train(strategy: ms.Strategy, optimizer: Optimizer, batches: list[Any], dtype: Any) -> list[Any]:
     """Linear regression with an embedding: dense, 0-d and sparse gradients; the weights after every step."""
-    with strategy.scope():
-        w, b = ms.Variable(np.zeros(3, dtype), name="w"), ms.Variable(np.zeros((), dtype), name="b")
-        table = ms.Variable(np.linspace(-1, 1, 10).reshape(5, 2).astype(dtype), name="table")
+    w, b = new_variable(strategy, np.zeros(3, dtype), name="w"), new_variable(strategy, np.zeros((), dtype), name="b")
+    table = new_variable(strategy, np.linspace(-1, 1, 10).reshape(5, 2).astype(dtype), name="table")
 
     def step(x: Any, y: Any, ids: Any, size: int) -> None:
         rows = table[ids]
@@ -155,8 +152,7 @@ def test_every_dtype_stays_what_it_is(strategy: ms.Strategy, name: str, dtype: A
 
 def test_momentum_moves_only_the_rows_that_a_sparse_gradient_names(strategy: ms.Strategy) -> None:
     """TensorFlow's momentum does that; its Adam moves all rows that have ever been named."""
-    with strategy.scope():
-        mine, dense = ms.Variable(np.zeros((4, 2))), ms.Variable(np.zeros((4, 2)))
+    mine, dense = new_variable(strategy, np.zeros((4, 2))), new_variable(strategy, np.zeros((4, 2)))
     momentum, adam = SGD(0.1, momentum=0.5), Adam(0.1)
 
     def step(*rows: int) -> None:
@@ -198,8 +194,7 @@ def test_slots_live_beside_their_variables_and_are_made_once(strategy: ms.Strate
 
 
 def test_a_momentum_that_is_set_later_gets_its_slots(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variables = [ms.Variable(np.zeros(3)), ms.Variable(np.zeros(4, np.float32))]
+    variables = [new_variable(strategy, np.zeros(3)), new_variable(strategy, np.zeros(4, np.float32))]
     optimizer = SGD(0.5, aggregation="MEAN")
     for momentum in (0.0, 0.5, 0.5, 0.0):
         optimizer.momentum = momentum

@@ -13,7 +13,7 @@ import numpy as np
 import pages
 import pytest
 from gpu_here import Spoken
-from replicas import RANK, SIZE, in_step
+from replicas import RANK, SIZE, in_step, new_variable
 
 import mpistrategy as ms
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
@@ -35,10 +35,9 @@ def cpus() -> Iterator[ms.MirroredStrategy]:
 
 
 def test_a_variable_is_an_array_on_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None:
-    with gpus.scope():
-        v, rate = ms.Variable(np.arange(6.0).reshape(2, 3) + RANK), ms.Variable(0.5)
-        w = ms.Variable(lambda: on_gpu(np.ones(3, np.float32) * (RANK + 1)))
-        count = ms.Variable(0)
+    v, rate = new_variable(gpus, np.arange(6.0).reshape(2, 3) + RANK), new_variable(gpus, 0.5)
+    w = new_variable(gpus, lambda: on_gpu(np.ones(3, np.float32) * (RANK + 1)))
+    count = new_variable(gpus, 0)
     x = on_gpu(np.eye(2))
     for found, right in [
         (v.read_value(), [[0, 1, 2], [3, 4, 5]]),  # replica 0's
@@ -90,8 +89,7 @@ def test_what_is_assigned_may_come_from_either(gpus: ms.MirroredStrategy, place:
 def test_copies_that_differ_are_combined_when_they_are_read(
     gpus: ms.MirroredStrategy, aggregation: str, right: float
 ) -> None:
-    with gpus.scope():
-        v = ms.Variable(np.zeros(5), synchronization="ON_READ", aggregation=aggregation)
+    v = new_variable(gpus, np.zeros(5), synchronization="ON_READ", aggregation=aggregation)
     gpus.run(lambda: v.assign(on_gpu(np.full(5, RANK + 1.0))))
     with gpus.scope():
         assert type(v.read_value()) is ndarray
@@ -132,8 +130,7 @@ def test_training_has_the_bits_of_the_host(gpus: ms.MirroredStrategy, cpus: ms.M
 
     def steps(strategy: ms.Strategy, place: Callable[[Any], Any]) -> list[np.ndarray]:
         random, optimizer = np.random.default_rng(3), OPTIMIZERS[name]()
-        with strategy.scope():
-            variables = [ms.Variable(random.standard_normal(shape).astype(dtype)) for shape, dtype in SHAPES]
+        variables = [new_variable(strategy, random.standard_normal(shape).astype(dtype)) for shape, dtype in SHAPES]
         for number in range(3):
             gradients = [(random.integers(-9, 9, v.shape) / 8).astype(v.dtype) for v in variables]
             placed = [gradient if number == 2 else place(gradient) for gradient in gradients]
@@ -152,8 +149,7 @@ def test_sparse_gradients_change_their_rows(
 ) -> None:
     ends = []
     for strategy, place in ((gpus, on_gpu), (cpus, np.asarray)):
-        with strategy.scope():
-            v = ms.Variable(np.arange(12.0).reshape(6, 2))
+        v = new_variable(strategy, np.arange(12.0).reshape(6, 2))
         slices = ms.IndexedSlices(place(np.ones((2, 2)) * (RANK + 1)), place(np.array([RANK, 5])))
         optimizer = make()
         strategy.run(lambda o=optimizer, s=slices, v=v: o.apply_gradients([(s, v)]))
@@ -165,8 +161,7 @@ def test_sparse_gradients_change_their_rows(
 @pytest.mark.parametrize(("name", "most"), [("sgd", 3), ("momentum", 4), ("adam", 4), ("adamw", 10)])
 def test_161_variables_take_few_launches(gpus: ms.MirroredStrategy, name: str, most: int) -> None:
     optimizer = OPTIMIZERS[name]()
-    with gpus.scope():
-        variables = [ms.Variable(np.ones(number % 7 + 2, np.float32)) for number in range(161)]
+    variables = [new_variable(gpus, np.ones(number % 7 + 2, np.float32)) for number in range(161)]
     pairs = [(on_gpu(np.ones(v.shape, np.float32)), v) for v in variables]
     for _ in range(1 if name != "momentum" else 2):  # its second step checks
         gpus.run(lambda: optimizer.apply_gradients(pairs))
@@ -177,8 +172,7 @@ def test_161_variables_take_few_launches(gpus: ms.MirroredStrategy, name: str, m
 
 
 def test_a_nan_is_found_before_anything_changes(gpus: ms.MirroredStrategy) -> None:
-    with gpus.scope():
-        v, bias = ms.Variable(np.ones(3)), ms.Variable(0.0)
+    v, bias = new_variable(gpus, np.ones(3)), new_variable(gpus, 0.0)
     bad = np.array([1.0, np.nan if RANK == SIZE - 1 else 1.0, 1.0])
     with pytest.raises(ms.errors.NonFiniteError, match=rf"\(of rank {SIZE - 1}\)"):
         gpus.run(lambda: SGD(0.1, nonfinite="raise").apply_gradients([(on_gpu(bad), v)]))
@@ -224,8 +218,7 @@ def test_a_checkpoint_goes_from_gpus_to_cpus_and_back(
 
 @pytest.mark.skipif(cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two GPUs")
 def test_another_gpu_than_that_of_the_rank(gpus: ms.MirroredStrategy) -> None:
-    with gpus.scope():
-        v = ms.Variable(np.ones(4))
+    v = new_variable(gpus, np.ones(4))
     mine = gpu_here.number(gpus)
     with cupy.cuda.Device(1 - mine):
         elsewhere = on_gpu(np.ones(2))

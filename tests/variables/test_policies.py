@@ -20,6 +20,7 @@ from replicas import (
     RANKS,
     SIXTEEN_BITS,
     SIZE,
+    new_variable,
     outcomes,
     part_of,
     same_everywhere,
@@ -176,8 +177,9 @@ REFUSALS: dict[str, type[Exception]] = {"refused": errors.AggregationError, "no"
 
 
 def variable_of(strategy: ms.Strategy, row: dict[str, str]) -> tuple[ms.Variable, list[float]]:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros((3, 1)), synchronization=row["synchronization"], aggregation=row["aggregation"])
+    variable = new_variable(
+        strategy, np.zeros((3, 1)), synchronization=row["synchronization"], aggregation=row["aggregation"]
+    )
     copies = [10.0 + rank if row["synchronization"] == "ON_READ" else 10.0 for rank in RANKS]
     strategy.extended.update(variable, lambda v: v.assign(np.array([[0.0], [50.0], [0.0]]) + copies[RANK]))
     return variable, copies
@@ -237,8 +239,7 @@ def test_reads(strategy: ms.Strategy, row: dict[str, str]) -> None:
 def test_another_strategys_context_refuses(
     strategy: ms.Strategy, other: ms.Strategy, context: str, synchronization: str
 ) -> None:
-    with strategy.scope():
-        variable = ms.Variable(10.0, synchronization=synchronization, aggregation="SUM")
+    variable = new_variable(strategy, 10.0, synchronization=synchronization, aggregation="SUM")
     uses: list[Callable[[], Any]] = [
         lambda: variable.read_value(),
         lambda: variable + 1,
@@ -256,8 +257,9 @@ def test_another_strategys_context_refuses(
 
 def test_a_variable_of_one_rank_can_be_used_in_every_context(strategy: ms.Strategy) -> None:
     for context in ("cross", "step", "merge", "outside"):
-        with ms.OneDeviceStrategy().scope():
-            variable = ms.Variable(np.array([1.0, 2.0]), synchronization="ON_READ", aggregation="NONE")
+        variable = new_variable(
+            ms.OneDeviceStrategy(), np.array([1.0, 2.0]), synchronization="ON_READ", aggregation="NONE"
+        )
 
         def use(variable: ms.Variable = variable) -> list[float]:
             assert variable.assign_add([float(RANK)] * 2) is variable
@@ -272,8 +274,7 @@ def test_a_variable_of_one_rank_can_be_used_in_every_context(strategy: ms.Strate
 
 @pytest.mark.parametrize("aggregation", ["SUM", "ONLY_FIRST_REPLICA"])
 def test_ranks_may_bring_different_numbers_of_rows(strategy: ms.Strategy, aggregation: str) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros((SIZE + 1, 2), np.float32), aggregation=aggregation)
+    variable = new_variable(strategy, np.zeros((SIZE + 1, 2), np.float32), aggregation=aggregation)
     indices = np.arange(RANK, dtype=np.int32)  # rank 0 brings none
     strategy.run(lambda: variable.scatter_add(ms.IndexedSlices(np.ones((RANK, 2), np.float32), indices)))
     right = [sum(row < rank for rank in RANKS) if aggregation == "SUM" else 0 for row in range(SIZE + 1)]
@@ -391,10 +392,9 @@ def test_a_value_that_does_not_fit_changes_no_copy_anywhere(
     mine: Any = slices(ONE, [0]) if is_rows else np.ones((3, 1), np.float32)
     if bad_rank == "all" or RANK == SIZE - 1:
         mine = value
-    with strategy.scope():
-        variable = ms.Variable(
-            np.full((3, 1), 10, np.float32), name="rows", synchronization=synchronization, aggregation=aggregation
-        )
+    variable = new_variable(
+        strategy, np.full((3, 1), 10, np.float32), name="rows", synchronization=synchronization, aggregation=aggregation
+    )
     for method in ("scatter_add", "scatter_sub") if is_rows else DENSE:
         for end in outcomes(inside, strategy, context, variable, lambda m=method: getattr(variable, m)(mine)):
             assert end.error is not None, "a rank raised nothing"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, outcomes, same_everywhere, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, new_variable, outcomes, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -53,8 +53,7 @@ def test_variables_of_one_replica_lie_in_its_own_memory() -> None:
 
     def program() -> bool:
         strategy = ms.MirroredStrategy()
-        with strategy.scope():
-            made = [ms.Variable(np.full(n, 2.0), aggregation="SUM") for n in (3, 2 * MIB)]
+        made = [new_variable(strategy, np.full(n, 2.0), aggregation="SUM") for n in (3, 2 * MIB)]
         strategy.run(lambda: [variable.assign_add(np.ones(variable.shape)) for variable in made])
         return all(variable._memory_slot is None and (variable.numpy() == 4).all() for variable in made)
 
@@ -67,8 +66,7 @@ def test_variables_of_one_replica_lie_in_its_own_memory() -> None:
 
 
 def test_writes_stay_in_the_same_memory(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros((2, 3), np.float32), aggregation="SUM")
+    variable = new_variable(strategy, np.zeros((2, 3), np.float32), aggregation="SUM")
     view, address = np.asarray(variable), variable.local_view.ctypes.data
     strategy.run(lambda: variable.assign_add(np.ones((2, 3), np.float32)))
     variable.scatter_add(ms.IndexedSlices(np.ones((1, 3), np.float32), [1]))

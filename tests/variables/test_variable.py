@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import BFLOAT16, DTYPES, RANK, RANKS, SIZE, outcomes, same_everywhere, still_works
+from replicas import BFLOAT16, DTYPES, RANK, RANKS, SIZE, new_variable, outcomes, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def matrix(strategy: ms.Strategy) -> ms.Variable:
-    with strategy.scope():
-        return ms.Variable([[1.0, 2.0], [3.0, 4.0]], aggregation="SUM", name="matrix")
+    return new_variable(strategy, [[1.0, 2.0], [3.0, 4.0]], aggregation="SUM", name="matrix")
 
 
 # ------------------------------------------------------------------------------------------------- beginning
@@ -25,9 +24,8 @@ def matrix(strategy: ms.Strategy) -> ms.Variable:
 
 @pytest.mark.skipif(SIZE == 1, reason="one replica has no copies that could differ")
 def test_what_differs_by_replica_is_not_written_to_copies_that_stay_equal(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        v = ms.Variable(np.zeros((3, 2)), aggregation="SUM")
-        own = ms.Variable(np.zeros((3, 2)), aggregation="MEAN", synchronization="ON_READ")
+    v = new_variable(strategy, np.zeros((3, 2)), aggregation="SUM")
+    own = new_variable(strategy, np.zeros((3, 2)), aggregation="MEAN", synchronization="ON_READ")
     mine = ms.PerReplica((np.full((3, 2), RANK + 1.0),))
     slices = ms.IndexedSlices(ms.PerReplica((np.full((1, 2), RANK + 1.0),)), np.array([0]), (3, 2))
     update = strategy.extended.update
@@ -64,8 +62,7 @@ def test_every_copy_begins_with_the_value_of_rank_0(
     strategy: ms.Strategy, synchronization: str, aggregation: str, dtype: Any
 ) -> None:
     mine = np.full((2, 3), RANK % 2, dtype)
-    with strategy.scope():
-        variable = ms.Variable(mine, synchronization=synchronization, aggregation=aggregation)
+    variable = new_variable(strategy, mine, synchronization=synchronization, aggregation=aggregation)
     assert variable.dtype == dtype
     np.testing.assert_array_equal(variable.local_copy(), np.zeros((2, 3), dtype))
     np.testing.assert_array_equal(mine, np.full((2, 3), RANK % 2, dtype))  # the argument is not the storage
@@ -89,9 +86,8 @@ def test_every_copy_begins_with_the_value_of_rank_0(
     ],
 )
 def test_what_a_variable_can_begin_with(strategy: ms.Strategy, given: Any, shape: tuple[int, ...], dtype: str) -> None:
-    with strategy.scope():
-        variable = ms.Variable(given)
-        again = ms.Variable(variable)
+    variable = new_variable(strategy, given)
+    again = new_variable(strategy, variable)
     for v in (variable, again):
         assert (v.shape, v.dtype) == (shape, np.dtype(dtype))
         assert v.numpy().flags.c_contiguous
@@ -127,8 +123,7 @@ def test_names_are_numbered_alike_whatever_else_a_rank_creates(strategy: ms.Stra
     if RANK == 0:
         with ms.OneDeviceStrategy().scope():
             ms.Variable(1.0)
-    with strategy.scope():
-        variable = ms.Variable(1.0, aggregation="SUM")
+    variable = new_variable(strategy, 1.0, aggregation="SUM")
     assert same_everywhere(np.frombuffer(variable.name.encode(), np.uint8))
     strategy.run(lambda: variable.assign(1.0))
     assert float(variable) == SIZE

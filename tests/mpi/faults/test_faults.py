@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import launching
 import pytest
-from replicas import RANK, SIZE, outcomes
+from replicas import RANK, SIZE, all_raise
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -98,17 +98,15 @@ def test_a_malformed_plan_names_what_is_allowed(text: str) -> None:
 
 def test_a_plan_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(public_calls.PLAN, "rank=any, at=allreduce#1000, do=kill")
-    for outcome in outcomes(ms.MirroredStrategy):
-        assert outcome.error is errors.OptionError
-        assert "after mpistrategy was imported" in outcome.text
+    all_raise(errors.OptionError, ms.MirroredStrategy, words=["after mpistrategy was imported"])
 
 
 def test_a_malformed_plan_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     if RANK == SIZE - 1:
         monkeypatch.setenv(public_calls.PLAN, "rank=0, at=allreduce#1, do=nothing")
-    for outcome in outcomes(ms.MirroredStrategy):
-        assert outcome.error is errors.OptionError
-        assert "found 'rank=0, at=allreduce#1, do=nothing'; expected rank=" in outcome.text
+    all_raise(
+        errors.OptionError, ms.MirroredStrategy, words=["found 'rank=0, at=allreduce#1, do=nothing'; expected rank="]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ real jobs

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import SIZE, in_step, one_node, several, still_works
+from replicas import SIZE, in_step, new_variable, one_node, several, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import ForkedProcessError
@@ -43,9 +43,8 @@ def in_child(work: Callable[[], Any]) -> str:
 
 @several
 def test_what_a_child_writes_stays_with_it(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.ones(3), aggregation="SUM")
-        local = ms.Variable(np.ones(3), synchronization="ON_READ", aggregation="SUM")
+    variable = new_variable(strategy, np.ones(3), aggregation="SUM")
+    local = new_variable(strategy, np.ones(3), synchronization="ON_READ", aggregation="SUM")
     arena = strategy.arena([np.zeros(100_000)])
     arena.values[0][...] = 1
     for _ in range(3):
@@ -113,8 +112,7 @@ CALLS: dict[str, Callable[[ms.Strategy, Any], Any]] = {
 @several
 @pytest.mark.parametrize("what", CALLS)
 def test_a_collective_in_a_child_takes_nobodys_turn(strategy: ms.Strategy, what: str) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(3), aggregation="SUM")
+    variable = new_variable(strategy, np.zeros(3), aggregation="SUM")
     make = CALLS[what]
     for _ in range(2):  # the quick ways are known
         if what != "another strategy":
@@ -131,8 +129,7 @@ def test_what_needs_no_other_rank_works_in_a_child(strategy: ms.Strategy) -> Non
     def work() -> Any:
         strategy.close()  # closed it is
         alone = ms.OneDeviceStrategy("CPU:0")
-        with alone.scope():
-            variable = ms.Variable(1.0)
+        variable = new_variable(alone, 1.0)
         return [float(alone.reduce("SUM", 3.0)), float(variable.numpy()), ForkedProcessError.__mro__[1].__name__]
 
     assert in_child(work) == repr([3.0, 1.0, "ContextError"])

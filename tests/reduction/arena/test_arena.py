@@ -26,6 +26,7 @@ from replicas import (
     context,
     expected,
     made,
+    new_variable,
     outcomes,
     rows,
     still_works,
@@ -198,8 +199,7 @@ def test_rewriting_and_reading_never_meet(strategies: dict[str, ms.Strategy], na
 
 
 def test_arrays_are_like_those_given_on_cache_lines(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.ones((2, 3), np.float16))
+    variable = new_variable(strategy, np.ones((2, 3), np.float16))
     like = {"v": variable, "n": 1, "x": 2.5, "s": np.float32(1), "p": ms.PerReplica((np.ones(33),)), "e": np.ones(0)}
     arena = strategy.arena(like)
     kinds = {key: (value.dtype.name, value.shape) for key, value in arena.values.items()}
