@@ -9,7 +9,7 @@ from pathlib import Path
 import launching
 import pytest
 
-pytestmark = pytest.mark.each_mpi
+each_mpi = pytest.mark.each_mpi
 
 RUN = ["-m", "mpistrategy", "run"]
 PROGRAM = """
@@ -119,9 +119,13 @@ CASES = [
 ]
 
 
+#: How a process ends is the same with each MPI; how its end reaches the others is not.
+OF_MPI = ("ValueError", "KeyboardInterrupt", "sys.exit(3)", "a thread", "is gone before the import", "is killed")
+
+
 @pytest.mark.parametrize(
     ("how", "waiting", "first", "bad", "start"),
-    CASES,
+    [pytest.param(*case, marks=[each_mpi] * (case[0] in OF_MPI)) for case in CASES],
     ids=[f"{how}, the others {wait}{', by mpistrategy run' * bool(start)}" for how, wait, _, _, start in CASES],
 )
 def test_one_rank_ends_and_the_job_ends(
@@ -164,7 +168,9 @@ rank = strategy.rank
 """
 
 
-@pytest.mark.parametrize("start", [[], RUN], ids=["python", "mpistrategy run"])
+@pytest.mark.parametrize(
+    "start", [pytest.param([], marks=each_mpi, id="python"), pytest.param(RUN, id="mpistrategy run")]
+)
 @pytest.mark.parametrize("how", TOGETHER)
 def test_all_ranks_end_together(launch: launching.Launch, tmp_path: Path, how: str, start: list[str]) -> None:
     code, status = TOGETHER[how]
@@ -199,6 +205,7 @@ strategy.barrier()
 """
 
 
+@each_mpi
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_a_rank_that_was_interrupted_in_a_call_ends_the_job(launch: launching.Launch, nodes: str) -> None:
     """The others wait for it there, whether its program catches that or not."""
@@ -234,6 +241,7 @@ def test_those_who_left_are_told_apart_from_those_who_differ(launch: launching.L
             assert re.search(rf"rank {rank}: call=(barrier|Strategy\.reduce)  .* at \S+\.py:\d+ ", report), job
 
 
+@each_mpi
 def test_a_rank_that_left_ends_those_who_do_not_catch_it(launch: launching.Launch) -> None:
     job = run(launch, "sys.exit(0) if rank == 1 else strategy.reduce('SUM', 1.0)", 3)
     assert job.returncode == 1, job
@@ -241,6 +249,7 @@ def test_a_rank_that_left_ends_those_who_do_not_catch_it(launch: launching.Launc
     assert re.search(rf"\[rank [02]/3\]   rank 1 {LEFT}", job.stderr), job
 
 
+@each_mpi
 def test_a_group_of_ranks_that_fails_ends_the_other_groups_too(launch: launching.Launch) -> None:
     body = """
         half = MPI.COMM_WORLD.Split(rank % 2, rank)
