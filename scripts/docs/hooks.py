@@ -34,14 +34,13 @@ def on_config(config: MkDocsConfig) -> None:
     for part, names in pages.PARTS.items():
         listed: list[Any] = [{known[name].title: f"{name}.md"} for name in names if name in known]
         if part == "Reference":
-            api = [{module: [_listed(name) for name in names]} for module, names in _API.items()]
+            api = [
+                {module: [{name.rpartition(".")[2]: f"api/{name}.md"} for name in names]}
+                for module, names in _API.items()
+            ]
             listed.append({"API reference": [*api, *({name: f"api/{name}.md"} for name in _OF_LIBRARIES)]})
         nav.append({part: listed})
     config.nav = nav
-
-
-def _listed(name: str) -> dict[str, str]:
-    return {name.rpartition(".")[2]: f"api/{name}.md"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

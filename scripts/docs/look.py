@@ -2,8 +2,8 @@
 
     .venv-docs/bin/python scripts/docs/look.py [FOLDER]     FOLDER (build/docs): where scripts/docs/build has put it
 
-It follows the links to the next page from the first to the last. Exit status: 0 all is well, 1 something is broken,
-3 not run, since there is no chromium here.
+The pages of public names, which have nothing to press, are seen as one long page at 390 pixels: their text has more
+room in 1280. Exit status: 0 all is well, 1 something is broken, 3 not run, since there is no chromium here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from mpistrategy.cli.guide import pages
 
-SITE = Path(sys.argv[1] if sys.argv[1:] else "build/docs").resolve().as_uri()
+FOLDER = Path(sys.argv[1] if sys.argv[1:] else "build/docs").resolve()
+SITE = FOLDER.as_uri()
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 #: What people search for, and the page that must be among the first five.
 WORDS = {
@@ -41,17 +42,11 @@ WORDS = {
     "torch": "torch",
     "trace": "tracing",
 }
-#: What is on a page.  Too wide is what is wider than the window, and does not scroll by itself.  One call for all: a
-#: question to the browser takes as long as its answer is waited for by three processes.
-SEEN = """() => ({
-    tooWide: [...document.querySelectorAll("body *")]
-        .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && each.checkVisibility())
-        .filter(each => !each.closest("pre, code, svg, .md-typeset__scrollwrap, .md-sidebar, .md-search, .md-dialog"))
-        .map(each => each.tagName + " " + each.textContent.trim().slice(0, 40)),
-    titles: document.querySelectorAll("h1").length,
-    previous: document.querySelector("a.md-footer__link--prev")?.href ?? "",
-    next: document.querySelector("a.md-footer__link--next")?.href ?? "",
-})"""
+#: What is wider than the window, and does not scroll by itself.
+TOO_WIDE = """() => [...document.querySelectorAll("body *")]
+    .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && each.checkVisibility())
+    .filter(each => !each.closest("pre, code, svg, .md-typeset__scrollwrap, .md-sidebar, .md-search, .md-dialog"))
+    .map(each => each.tagName + " " + each.textContent.trim().slice(0, 40))"""
 
 broken: list[str] = []
 
@@ -79,30 +74,36 @@ def opened(browser: Browser, size: dict[str, int], name: str = "index", *, scrip
 
 
 def look_at_every_page(browser: Browser) -> int:
-    """Follow `next` from the first page to the last; return how many there are."""
-    # A public name's page has nothing to press, and its text, which fits into 390 pixels, has more room in 1280.
-    guide, reference = opened(browser, WIDE), opened(browser, NARROW, scripts=False)
-    guide.route(
+    """Look at the pages of the guide, and at those of public names as one; return how many there are."""
+    page, articles, paths = opened(browser, WIDE), "", sorted({*FOLDER.rglob("*.html")} - {FOLDER / "404.html"})
+    page.route(
         "**/search_index.js",  # reading it takes most of the time
         lambda route: route.fulfill(
             body="var __index = {config: {lang: ['en'], separator: ' ', pipeline: [], fields: {}}, docs: []}"
         ),
     )
-    page, visited = guide, [""]
-    while True:
-        for size in (WIDE, NARROW) if page is guide else (NARROW,):
-            page.set_viewport_size(size)
-            seen = page.evaluate(SEEN)
-            check(page, not seen["tooWide"], f"wider than {size['width']} pixels: {seen['tooWide'][:3]}")
-        check(page, seen["previous"] == visited[-1], "`previous` is another page than the one before")
-        check(page, seen["titles"] == 1, "no title, or several")
+    for path in paths:
+        text, neighbours = path.read_text(encoding="utf-8"), 1 + (path.stem not in ("index", "changes"))
+        check(page, text.count("md-footer__link--") == neighbours, f"{path.name} has no `previous`, or no `next`")
+        check(page, text.count("<h1") == 1, f"{path.name} has no title, or several")
+        if path.parent != FOLDER:
+            articles += text.partition("<article")[2].partition("</article>")[0]
+            continue
+        page.goto(path.as_uri())
+        look_at_width(page, WIDE)
+        look_at_width(page, NARROW)
         look_at_copies(page)
-        visited.append(page.url)
-        if not seen["next"]:
-            check(page, page.url.endswith("/changes.html"), "no `next`")
-            return len(visited) - 1
-        page = reference if "/api/" in seen["next"] else guide
-        page.goto(seen["next"])
+    names = opened(browser, NARROW, "api/mpistrategy.Strategy", scripts=False)
+    names.evaluate("text => document.querySelector('article').innerHTML = text", articles)
+    look_at_width(names, NARROW)
+    return len(paths)
+
+
+def look_at_width(page: Page, size: dict[str, int]) -> None:
+    """Nothing on a page is wider than the window."""
+    page.set_viewport_size(size)
+    too_wide = page.evaluate(TOO_WIDE)
+    check(page, not too_wide, f"wider than {size['width']} pixels: {too_wide[:3]}")
 
 
 def look_at_navigation(browser: Browser) -> None:
@@ -164,7 +165,6 @@ def main() -> int:
         for look in (look_at_navigation, look_at_modes, look_for_words):
             look(browser)
         print(f"looked at {look_at_every_page(browser)} pages")
-        browser.close()
     print(*broken, sep="\n")
     return 1 if broken else 0
 

@@ -1,7 +1,7 @@
 """Reads files and settings that were made up to harm: each ends in an error of ours, or well; at once.
 
 Checkpoints (bytes that are flipped, cut, moved and put in; manifests and headers that lie, with checksums that are
-right), manifests with partial=True, thresholds, and environment variables of jobs.
+right), some with partial=True, thresholds, and environment variables of jobs.
 `errors that are not ours` are Python's own, and changes that a refused checkpoint made.
 """
 
@@ -18,8 +18,6 @@ import hostile_others
 
 import mpistrategy as ms
 
-MOST_BYTES = 4 * 2**30
-
 
 def soak(options: argparse.Namespace) -> bool:
     """Read everything; return whether something is wrong."""
@@ -28,11 +26,10 @@ def soak(options: argparse.Namespace) -> bool:
         folder = Path(name)
         settings = [(variable, value) for variable in hostile_others.VARIABLES for value in hostile_others.SETTINGS]
         read = [hostile_others.read_environment(folder, settings[: options.count])]
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-        for partial, count in ((False, options.count), (True, options.count // 10)):
-            program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
-            program.checkpoint.save(folder / "c", overwrite=True)
-            read.append(hostile.read_checkpoints(program, folder / "c", count, dice, partial=partial))
+        resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
+        program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
+        program.checkpoint.save(folder / "c")
+        read.append(hostile.read_checkpoints(program, folder / "c", options.count, dice))
         read.append(hostile_others.read_thresholds(folder, options.count // 10, dice))
     for figures in read:
         print(figures.line(), *figures.foreign, sep="\n  ")

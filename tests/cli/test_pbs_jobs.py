@@ -16,7 +16,6 @@ from slurm_scripts import executable, script
 pytestmark = [
     pytest.mark.one_rank,
     pytest.mark.slow,
-    pytest.mark.each_mpi,
     pytest.mark.skipif(
         not launching.LIBRARY.startswith(("Open MPI", "MPICH")), reason="not run: tried with MPICH and Open MPI only"
     ),
@@ -49,7 +48,7 @@ def pbs_job(tmp_path: Path, template: str, **statement: Any) -> tuple[int, str]:
     return done.returncode, (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("template", ["multi_node", "array", "chain"])
+@pytest.mark.parametrize("template", [pytest.param("multi_node", marks=pytest.mark.each_mpi), "array", "chain"])
 def test_a_job_under_pbs(tmp_path: Path, template: str) -> None:
     status, written = pbs_job(tmp_path, template, arguments=["--steps", "10"])
     assert (status, "example.py on 2 ranks: made all 10 steps" in written) == (0, True), written
@@ -62,6 +61,7 @@ def test_a_job_under_pbs(tmp_path: Path, template: str) -> None:
         assert "job 7.server: the program ended with status 0" in written
 
 
+@pytest.mark.each_mpi
 def test_a_job_under_pbs_is_told_before_its_time_is_up(tmp_path: Path) -> None:
     """By its own clock, since PBS sends no signal; then it goes on, and is done."""
     slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": 1, "signal_lead": 55}

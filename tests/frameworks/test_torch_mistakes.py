@@ -48,12 +48,7 @@ NO_MEMORY = """
 #: What rank 1 does, how the group is made, and what the job says.
 MISTAKES = {
     "an early exit": ("sys.exit()", START, ["RankLeftError", "rank 1", "left"]),
-    "an exception": (
-        "raise ValueError('my own')",
-        AFTER_A_STRATEGY,
-        ["[rank 1/2]", "in <module>", "ValueError: my own"],
-    ),
-    "no memory after the data": (NO_MEMORY, START, ["[rank 1/2]", "in no_memory", "MemoryError"]),
+    "no memory after the data": (NO_MEMORY, AFTER_A_STRATEGY, ["[rank 1/2]", "in no_memory", "MemoryError"]),
     "no memory after the data, contained": (
         NO_MEMORY,
         CONTAINED,

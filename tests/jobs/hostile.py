@@ -239,21 +239,22 @@ def mutate_checkpoint(path: Path, dice: random.Random) -> str:
     return f"{way} of {file.name}"
 
 
-def read_checkpoints(program: Program, saved: Path, count: int, dice: random.Random, *, partial: bool) -> Figures:
-    """Restore `count` mutations of the checkpoint `saved` of a program, and look at their arrays.  Of one rank."""
-    figures = Figures(f"mutated {'manifests with partial=True' if partial else 'checkpoint files'}")
+def read_checkpoints(program: Program, saved: Path, count: int, dice: random.Random) -> Figures:
+    """Restore `count` mutations of the checkpoint `saved` of a program, and look at their arrays.  Of one rank.
+
+    Each third is restored with partial=True.
+    """
+    figures = Figures("mutated checkpoint files")
     path = saved.with_name("mutated")
     program.checkpoint.restore(saved)
     kept = program.state()
     for number in range(count):
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(saved, path)
-        way = "manifest" if partial else mutate_checkpoint(path, dice)
-        if partial:
-            write_body(path, mutated_json(body_of(path), dice))
+        way = mutate_checkpoint(path, dice)
         if number % 4 == 0:
             figures.add(f"arrays of number {number}, {way}", lambda: _looked_at(ms.Checkpoint.arrays(path)))
-        restore = functools.partial(program.checkpoint.restore, path, partial=partial)
+        restore = functools.partial(program.checkpoint.restore, path, partial=number % 3 == 2)
         if figures.add(f"number {number}, {way}", restore):
             figures.add(f"objects of number {number}, {way}", program.check)
             program = Program(program.strategy)

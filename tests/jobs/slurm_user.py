@@ -52,6 +52,8 @@ class User:
         """Let a script run a training that writes down what it does."""
         what = f"preempted.py . --pause 0.05 --steps {STEPS} --save-every {SAVE_EVERY}".split()
         self.edit(file, *what, *options)
+        path = self.folder / file
+        path.write_text(path.read_text().replace("--ntasks-per-node=2", "--ntasks-per-node=1"))
 
     def submit(self, file: str, *options: str) -> str:
         done = self.bed.run("sbatch", "--parsable", *options, file, cwd=self.folder, env=self.environment)

@@ -14,8 +14,8 @@ from replicas import ALL
 
 pytestmark = pytest.mark.one_rank
 TABLE = load()
-#: The short lane makes each tenth mistake.
-NAMES = list(TABLE)[:: 1 if ALL else 10]
+#: The short lane makes each twentieth mistake.
+NAMES = list(TABLE)[:: 1 if ALL else 20]
 #: Numbers of ranks, and of the nodes that MPICH pretends; Open MPI does not.
 PLACES = ((2, 1), (3, 1), (3, 2), (4, 2), (3, 3), (4, 3))
 

@@ -29,57 +29,45 @@ ROOT = Path(ms.__file__).resolve().parents[1]
 BUILD = "import sys; sys.path.insert(0, sys.argv[1]); from hatchling.build import build_sdist; build_sdist(sys.argv[2])"
 
 
+def ran(*command: str | Path, cwd: Path, **variables: str) -> str:
+    """Run a command without what the tests have in their environment; return what it printed."""
+    environment = launching.environment()
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment | variables, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment with the wheel in it, and an empty folder to work in.
-
-    Attributes:
-        sdist, wheel: the files.
-        bin: where the environment's commands are.
-        folder: to work in.
-    """
+    """The files, the folder of the commands of a virtual environment with the wheel in it, and a folder to work in."""
 
     sdist: Path
     wheel: Path
     bin: Path
     folder: Path
 
-    def run(self, *command: str | Path, status: int = 0, seconds: float = 120) -> str:
+    def run(self, command: str, *arguments: str) -> str:
         """Run a command of the environment in the folder; return what it printed."""
-        environment = {k: v for k, v in launching.environment().items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        environment["PATH"] = f"{self.bin}{os.pathsep}{environment['PATH']}"
-        done = subprocess.run(
-            [self.bin / command[0], *command[1:]],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        assert done.returncode == status, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
+        return ran(self.bin / command, *arguments, cwd=self.folder, PATH=path)
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("installed")
-    environment = folder / "environment"
-    work = folder / "work"
-    work.mkdir()
-
-    def python(program: str | Path, *arguments: str | Path, cwd: Path = work) -> None:
-        done = subprocess.run([program, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
-
-    python(sys.executable, "-m", "pip", "install", "hatchling", "-qq", "--target", folder / "hatchling")
-    python(sys.executable, "-c", BUILD, folder / "hatchling", folder, cwd=ROOT)
+    environment, work = folder / "environment", tmp_path_factory.mktemp("work")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq")
+    ran(*pip, "install", "hatchling", "--target", folder / "hatchling", cwd=work)
+    ran(sys.executable, "-c", BUILD, folder / "hatchling", folder, cwd=ROOT)
     (sdist,) = folder.glob("*.tar.gz")
-    python(sys.executable, "-m", "pip", "wheel", sdist, "--no-deps", "-qq", "--wheel-dir", folder)
+    built = ("--no-deps", "--no-build-isolation", "--wheel-dir", folder)
+    ran(*pip, "wheel", sdist, *built, cwd=work, PYTHONPATH=str(folder / "hatchling"))
     (wheel,) = folder.glob("*.whl")
-    python(sys.executable, "-m", "venv", "--without-pip", environment)
-    pip = ("-m", "pip", "--python", environment / "bin" / "python", "install", "-qq", "--no-deps")
-    python(sys.executable, *pip, "--disable-pip-version-check", wheel)
+    ran(sys.executable, "-m", "venv", "--without-pip", environment, cwd=work)
+    ran(*pip, "--python", environment / "bin" / "python", "install", "--no-deps", wheel, cwd=work)
     # What it needs is taken from here: tests/whole/test_readme.py installs it all in a fresh clone. The folder comes
     # last on the path, and finders of editable packages in it are not started.
     (packages,) = environment.glob("lib/python*/site-packages")

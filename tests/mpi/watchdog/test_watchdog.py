@@ -6,12 +6,10 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import launching
 import pytest
-from mpi4py import MPI
 
 RUN = ["-m", "mpistrategy", "run"]
 TIMEOUT = 4  # on a busy machine ranks start a second or two apart
@@ -94,34 +92,15 @@ def nodes_of(what: str) -> int:
     return 3 if what == "loop" and not launching.IS_OPEN_MPI else 1
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[launching.Finished, Path]]:
-    """All hanging jobs, a few at a time: they mostly wait."""
-    if MPI.COMM_WORLD.size > 1:
-        pytest.skip("starts MPI jobs of its own: runs in the session on 1 rank")
-
-    folders = {what: tmp_path_factory.mktemp("job") for what in CASES}
-
-    def job(what: str) -> tuple[launching.Finished, Path]:
-        folder = folders[what]
-        path = launching.program(PROGRAM, folder)
-        nodes = str(nodes_of(what))
-        environment = {"MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT), "MPIR_CVAR_NUM_CLIQUES": nodes}
-        return launching.launch(3, [*CASES[what][0], path, what], env=environment, cwd=folder), folder
-
-    with ThreadPoolExecutor(3) as pool:
-        return dict(zip(CASES, pool.map(job, CASES), strict=True))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("what", CASES)
-def test_a_late_collective_ends_the_job_and_says_why(
-    what: str, jobs: dict[str, tuple[launching.Finished, Path]]
-) -> None:
-    job, folder = jobs[what]
+@pytest.mark.parametrize("what", [pytest.param("stopped", marks=pytest.mark.each_mpi), *[*CASES][1:]])
+def test_a_late_collective_ends_the_job_and_says_why(launch: launching.Launch, tmp_path: Path, what: str) -> None:
+    start, who = CASES[what]
+    environment = {"MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT), "MPIR_CVAR_NUM_CLIQUES": str(nodes_of(what))}
+    job = launch(3, [*start, launching.program(PROGRAM, tmp_path), what], env=environment)
     assert job.returncode == 124, job
     assert job.stderr.count("roll call: a collective is late") == 1, job
-    assert re.search(CASES[what][1], job.stderr), job
+    assert re.search(who, job.stderr), job
     no_answer = what in ("stopped", "holding")
     assert f"2 of 3 ranks wait; {'no answer' if no_answer else 'not come'}: rank 1." in job.stderr, job
     assert what != "holding" or re.search(r"line \d+ in hold_the_interpreter", job.stderr), job
@@ -129,8 +108,8 @@ def test_a_late_collective_ends_the_job_and_says_why(
         assert re.search(WAITS.format(rank, STEP, LINE), job.stderr), job
     assert job.stdout.count("is half way") == 3, "what the program had printed is lost"
 
-    (records,) = folder.glob("mpistrategy-run-*")
-    called = (records / "roll-call.txt").stat().st_mtime - float((folder / "odd").read_text())
+    (records,) = tmp_path.glob("mpistrategy-run-*")
+    called = (records / "roll-call.txt").stat().st_mtime - float((tmp_path / "odd").read_text())
     assert called < TIMEOUT + ALLOWED
     reports = {path.name: json.loads(path.read_text()) for path in records.glob("error-*.json")}
     assert sorted(reports) == [f"error-{node}.json" for node in range(nodes_of(what))]
@@ -376,22 +355,21 @@ def test_one_call_may_have_a_limit_of_its_own(what: str, launch: launching.Launc
 
 
 @pytest.mark.parametrize(
-    ("variable", "flag", "value", "expected"),
+    ("words", "environment", "told"),
     [
-        ("MPISTRATEGY_TIMEOUT_SECONDS", "--timeout", "-1", "seconds >= 0"),
-        ("MPISTRATEGY_TIMEOUT_SECONDS", "--timeout", "soon", "seconds >= 0"),
-        ("MPISTRATEGY_CHECK", "--check", "sometimes", '"always" or "off"'),
+        ([], {"MPISTRATEGY_TIMEOUT_SECONDS": "-1"}, "MPISTRATEGY_TIMEOUT_SECONDS.*'-1'; expected seconds >= 0"),
+        ([*RUN, "--timeout", "soon"], {}, "MPISTRATEGY_TIMEOUT_SECONDS.*'soon'; expected seconds >= 0"),
+        ([*RUN, "--check", "sometimes"], {}, """MPISTRATEGY_CHECK.*'sometimes'; expected "always" or "off\""""),
     ],
 )
 @pytest.mark.slow
 def test_a_malformed_setting_is_refused_on_every_rank(
-    variable: str, flag: str, value: str, expected: str, launch: launching.Launch, tmp_path: Path
+    launch: launching.Launch, tmp_path: Path, words: list[str], environment: dict[str, str], told: str
 ) -> None:
     path = launching.program("import mpistrategy as ms\nms.MirroredStrategy()\n", tmp_path)
-    for words, environment in (([path], {variable: value}), ([*RUN, flag, value, path], {})):
-        job = launch(2, words, env=environment, cwd=tmp_path)
-        assert job.returncode == 1, job
-        assert re.search(rf"OptionError: .*{variable}.*'{value}'; expected {expected}", job.stderr), job
+    job = launch(2, [*words, path], env=environment, cwd=tmp_path)
+    assert job.returncode == 1, job
+    assert re.search(f"OptionError: .*{told}", job.stderr), job
 
 
 NOTHING_IS_FOUND = """
