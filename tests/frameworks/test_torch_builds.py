@@ -1,4 +1,4 @@
-"""What torch builds on process groups runs over mpistrategy: DDP, FSDP, DTensor, pipelines, DCP."""
+"""What torch builds on process groups runs over mpistrategy: wrappers, sharded optimizers, DTensor, pipelines, DCP."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ROWS = torch.randn(4 * SIZE, 6, generator=torch.Generator().manual_seed(1))
 MINE = ROWS[4 * RANK : 4 * RANK + 4]
 
 
-def network() -> Any:
+def network(width: int = 8) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 1))
 
 
 def loss_of(model: Any, rows: Any) -> Any:
@@ -119,7 +119,34 @@ def test_ranks_with_different_numbers_of_batches_join() -> None:
     assert not torch.equal(model.module[0].weight, network()[0].weight)
 
 
+def test_statistics_of_batches_are_those_of_the_first_rank() -> None:
+    model = DDP(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)))
+    statistics = model.module[0].running_mean
+    for number in range(3):
+        first = statistics.clone()
+        dist.broadcast(first, 0)
+        rows = MINE + number * RANK
+        loss_of(model, rows).backward()
+        torch.testing.assert_close(statistics, 0.9 * first + 0.1 * rows.mean(0))
+
+
 # ---------------------------------------------------------------------------------------------------------- sharding
+
+
+def test_an_optimizer_in_parts_trains_as_one_process() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, single, momentum = DDP(network()), network(), {"lr": 0.1, "momentum": 0.9}
+    parts = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **momentum)
+    for each, optimizer, rows in (
+        (model, parts, MINE),
+        (single, torch.optim.SGD(single.parameters(), **momentum), ROWS),
+    ):
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss_of(each, rows).backward()
+            optimizer.step()
+    close(list(model.parameters()), list(single.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -158,6 +185,18 @@ def test_a_mesh_of_two_dimensions(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(product.full_tensor(), one @ two)
     again = product.redistribute(mesh, [of_torch.Replicate(), of_torch.Shard(0)])
     torch.testing.assert_close(again.full_tensor(), one @ two)
+
+
+def test_tensor_parallel_layers() -> None:
+    from torch.distributed.tensor import parallel
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    single = network(4 * SIZE)
+    model = parallel.parallelize_module(network(4 * SIZE), mesh, plan)
+    for each in (model, single):
+        loss_of(each, ROWS).backward()
+    close(gradients(model), gradients(single))
 
 
 def test_a_pipeline_of_the_ranks() -> None:
