@@ -159,7 +159,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "checkpoints": saves,
     "a recording": traces,
     "a picture": draws,
-    "reports": lambda folder: RunDirectory(str(folder / "run")).write("rank-0.txt", "x"),
+    "reports": lambda folder: RunDirectory(str(folder / "run"), warns=False).write("rank-0.txt", "x"),
 }
 
 

@@ -200,14 +200,9 @@ class Guard:
 
         If it raises on a rank, all ranks raise, and the next call is like any other.
         """
-        if self._channel is None:
-            return work()
-        try:
-            result = work()
-        except Exception as error:
-            self._send(self.current.where if self.current is not None else "", error)
-            raise self.mark_reported(error) from None
-        if not self._agrees(digest_of(_READY)):
+        self.agreed = False  # an error goes in place of the comparison, when the call is left
+        result = work()
+        if self._channel is not None and not self._agrees(digest_of(_READY)):
             self._resolve(_READY)
         return result
 

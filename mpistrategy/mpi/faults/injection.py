@@ -116,7 +116,6 @@ class Armed:
 
     def __init__(self, text: str, rank: int, size: int) -> None:
         self._pending = [fault for fault in parse(text, PLAN, size) if fault.ranks is None or rank in fault.ranks]
-        self._title = f"[rank {rank}/{size}] "
         self._counts: Counter[str] = Counter()
 
     def call(self, public: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,7 +134,7 @@ class Armed:
             inside.depth -= 1
 
     def _begin(self, fault: Fault) -> None:
-        reports.say(self._title, f"injected fault at {call_site().text}: {fault.text}")
+        reports.say(f"injected fault at {call_site().text}: {fault.text}")
         if fault.action in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[fault.action])
         elif fault.action == "delay":

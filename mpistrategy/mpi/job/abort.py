@@ -48,6 +48,7 @@ _ENDS = "the whole job ends here."
 _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _PID, _RANK, _SIZE = os.getpid(), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+reports.title = f"[rank {_RANK}/{_SIZE}] "
 #: The guards that are watched in this process, with the functions that free them.
 _open: dict[Guard, Callable[[], None]] = {}
 
@@ -101,18 +102,13 @@ def _uncaught_in_thread(before: Callable[[threading.ExceptHookArgs], object], ar
 # ---------------------------------------------------------------------------------------------------- the job ends
 
 
-def _say(text: str) -> None:
-    # To the descriptor: torch calls excepthooks with a buffer as sys.stderr, which would end with this process.
-    reports.say(f"[rank {_RANK}/{_SIZE}] ", text)
-
-
 def _abort(status: int, words: str) -> NoReturn:
     """End the job with a status; `words` say why."""
-    _say(f"{words}: {_ENDS}")
+    reports.say(f"{words}: {_ENDS}")
     for callback in exit_hooks.before_abort:
         callback()
     # MPI_Abort kills the launcher's helpers: output that they have not yet read from our pipes is lost.
-    reports.finish(f"[rank {_RANK}/{_SIZE}] ")
+    reports.finish()
     if not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(status)
     # Under srun MPI_Abort may return before Slurm has killed us; nothing of ours may run any more.
@@ -124,15 +120,15 @@ def _end(error: BaseException, where: str) -> NoReturn:
     kind = type(error).__name__
     if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
         head = f"{kind}, which another rank prints whole: {error}".partition("\n")[0]
-        _say(head[:_LONGEST_HEAD])
+        reports.say(head[:_LONGEST_HEAD])
         time.sleep(_ANOTHER_PRINTS_SECONDS)  # where that rank has caught it, it comes here in whole
-    _say(in_words(error))
+    reports.say(in_words(error))
     _abort(status_of(error), f"{kind} was not caught{where}")
 
 
 def _end_in_call(error: BaseException) -> NoReturn:
     """End the job with an error in a call, which the program has not met yet."""
-    _say(in_words(error, traceback.extract_stack()))
+    reports.say(in_words(error, traceback.extract_stack()))
     _abort(status_of(error) or 1, "It is of this rank alone, in a call for which the other ranks wait")
 
 
@@ -200,7 +196,7 @@ def _has_left(guard: Guard, status: int) -> bool:
 def _end_with(status: int) -> NoReturn:
     """End the job with the status of this rank's program, for which MPI_Finalize would wait."""
     time.sleep(_FIRST_SPEAKS_SECONDS if _RANK else 0.0)
-    _say(program.words)
+    reports.say(program.words)
     _abort(status, f"ended with status {status}")
 
 
@@ -217,7 +213,7 @@ def _leave_contained() -> None:
     error = getattr(sys, "last_value", None)
     contained = [guard for guard in _open if guard.contains_errors and not guard.is_broken]
     if error is not None and contained:
-        _say(
+        reports.say(
             f"{type(error).__name__} was not caught. The other ranks of its communicator are told, and this one "
             "waits for all ranks of the job in MPI_Finalize. A rank that waits for it in an MPI call of the "
             "program's own goes on waiting: catch the error in the program, as `mpistrategy guide domain` shows."

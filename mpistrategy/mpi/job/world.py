@@ -73,7 +73,7 @@ def watch_waiting(comm: MPI.Intracomm, guard: Guard, memory: SharedMemory, node_
     ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
     # Hydra, MPICH's and Intel MPI's launcher, takes the status of any killed rank for the status of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    directory = RunDirectory(path, f"[rank {world.rank}] " if comm.rank == 0 else "")
+    directory = RunDirectory(path, warns=comm.rank == 0)
     board, identity = StatusBoard(memory), 1 + zlib.crc32(encoded(path))
     group = Group(guard, board, ranks, node_of[comm.rank], max(node_of) + 1, directory, identity)
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)

@@ -20,6 +20,9 @@ _LOOK_SECONDS, _FLUSH_SECONDS = 0.01, 0.5
 #: How long the launcher may take to forward what it has read.
 _FORWARDING_SECONDS = 0.3
 
+#: The beginning of each line: this rank, once MPI has said which it is.
+title: str = ""
+
 T = TypeVar("T")
 
 
@@ -38,8 +41,8 @@ def in_time(work: Callable[[], T], otherwise: T, seconds: float) -> tuple[T, thr
     return results[-1], thread
 
 
-def say(title: str, text: str) -> None:
-    """Write each line of a text behind a title, to stderr itself: the program may hold or replace that."""
+def say(text: str) -> None:
+    """Write each line of a text behind the title, to stderr itself: the program may hold or replace that."""
     pytest, data = _captured(), encoded("".join(f"{title}{line}\n" for line in text.splitlines()))
     if pytest is not None and data:
         data = b"\n" + data  # behind pytest's dots
@@ -48,16 +51,15 @@ def say(title: str, text: str) -> None:
             data = data[os.write(2 if pytest is None else pytest.stderr, data) :]
 
 
-def finish(title: str, seconds: float = 10.0) -> None:
+def finish(seconds: float = 10.0) -> None:
     """Say which tests have failed, which pytest prints at its end only, and let the launcher read all that was printed.
 
     Args:
-        title: the beginning of each line.
         seconds: how long the launcher may take.
     """
     pytest = _captured()
     if pytest is not None:
-        say(title, str(pytest.failed_tests()))
+        say(str(pytest.failed_tests()))
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             in_time(stream.flush, None, _FLUSH_SECONDS)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
 from mpistrategy import own_files
-from mpistrategy.mpi.watchdog.reports import in_time
+from mpistrategy.mpi.watchdog import reports
 from mpistrategy.objects.text import decoded, encoded
 
 #: The environment variable that names the folder of run directories; all nodes must see it.
@@ -56,12 +55,12 @@ class RunDirectory:
 
     Args:
         path: where; "" for nowhere.
-        title: the beginning of warnings; "" for none: another rank warns.
+        warns: whether this rank says so where it cannot write.
     """
 
-    def __init__(self, path: str, title: str = "") -> None:
+    def __init__(self, path: str, *, warns: bool) -> None:
         self.path = path
-        self._title = title
+        self._warns = warns
         self._works = bool(path)
         self._worker = threading.Thread()  # none yet
         self._shown = ""
@@ -70,7 +69,7 @@ class RunDirectory:
         """Run `work` on files; return `otherwise` where it fails or hangs, or an earlier call still hangs."""
         if not self.path or self._worker.is_alive():
             return otherwise
-        result, self._worker = in_time(work, otherwise, FILE_SECONDS)
+        result, self._worker = reports.in_time(work, otherwise, FILE_SECONDS)
         return result
 
     def write(self, name: str, text: str) -> bool:
@@ -84,11 +83,10 @@ class RunDirectory:
                 file.write(encoded(text))
         except OSError as error:
             self._works = False
-            if self._title:
-                sys.stderr.write(
-                    f"{self._title}mpistrategy cannot write to its run directory {self.path}: "
-                    f"{error.strerror or error}. The job goes on; should a collective hang, the report is less "
-                    f"complete. {VARIABLE} names another folder.\n"
+            if self._warns:
+                reports.say(
+                    f"mpistrategy cannot write to its run directory {self.path}: {error.strerror or error}. The job "
+                    f"goes on; should a collective hang, the report is less complete. {VARIABLE} names another folder."
                 )
         return self._works
 

@@ -61,7 +61,6 @@ class Watchdog:
         self._end = end
         self.rank = rank
         self.size = size
-        self.title: str = f"[rank {rank}/{size}] "
         self.pid: int = os.getpid()
         #: The communicators that are watched.
         self.groups: dict[Guard, Group] = {}
@@ -123,7 +122,7 @@ class Watchdog:
             try:
                 self._look(now, list(self.groups.values()))
             except Exception as error:  # an error in here must neither end the job nor hide a hang
-                reports.say(self.title, f"mpistrategy's watchdog has failed: {error!r}")
+                reports.say(f"mpistrategy's watchdog has failed: {error!r}")
             last = min(time.monotonic(), now + _LOOKING_SECONDS)  # a slow file system does not stop the clock
 
     def _look(self, now: float, groups: list[Group]) -> None:
@@ -163,7 +162,7 @@ class Watchdog:
         try:
             self._call_the_roll(groups)
         except Exception as error:  # an error in here must not keep the job from ending
-            reports.say(self.title, f"a collective is late, and mpistrategy could not say where: {error!r}")
+            reports.say(f"a collective is late, and mpistrategy could not say where: {error!r}")
         finally:
             self._end_job(STATUS)
 
@@ -171,8 +170,8 @@ class Watchdog:
         """End the job, since this rank stays in a wait although no result will come: see `Group.waits_in_vain`."""
         try:
             where = local_process.now_doing([group.guard])
-            reports.say(self.title, f"{where}\nwaits in vain: {group.due} The whole job ends here.")
-            reports.finish(self.title, FILE_SECONDS)
+            reports.say(f"{where}\nwaits in vain: {group.due} The whole job ends here.")
+            reports.finish(FILE_SECONDS)
         finally:
             self._end_job(1)
 
@@ -200,7 +199,7 @@ class Watchdog:
         speaks = CALLED not in states and first == widest.board.local_rank
         if speaks:
             remote_statuses = self._speak(widest)
-        reports.finish(self.title, FILE_SECONDS)
+        reports.finish(FILE_SECONDS)
         for group in groups if speaks else ():
             group.board.put("state", CALLED)
         _until(lambda: CALLED in widest.board.all("state"), began + _NODE_SECONDS + _SPEAKING_SECONDS)
@@ -222,14 +221,14 @@ class Watchdog:
         text = called.text(f"{_RECORDS}: {directory.path}/*.json", widest.guard.contains_errors) if calls else ""
         is_written = directory.write(f"error-{widest.node}.json", _as_json(widest, local_statuses, called, text))
         if is_written and calls:
-            reports.say(self.title, text)
+            reports.say(text)
             directory.write(ROLL_CALL, text)
         elif not is_written or not _until(
             lambda: bool(directory.read(ROLL_CALL)), time.monotonic() + _SPEAKING_SECONDS
         ):
             for status in local_statuses:
-                reports.say(f"{self.title}record of rank {status.rank}: ", status.record)
-            reports.say(self.title, called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
+                reports.say(f"record of rank {status.rank}:\n{status.record}")
+            reports.say(called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
         return remote_statuses
 
 
