@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.objects.shown import ranks_by, ranks_in_words
 
 #: The most bytes that are hashed or copied at once: signals are handled between two pieces.
 _PIECE_BYTES = 2**24
@@ -51,9 +51,7 @@ def outliers(digests: Sequence[object]) -> tuple[list[int], str]:
     Args:
         digests: the digests of all ranks, in rank order; not all equal.
     """
-    groups: dict[object, list[int]] = {}
-    for rank, value in enumerate(digests):
-        groups.setdefault(value, []).append(rank)
+    groups = ranks_by(digests)
     most = max(groups.values(), key=len)
     usual = most if 2 * len(most) > len(digests) else groups[digests[0]]
     differing = [rank for rank in range(len(digests)) if rank not in usual]

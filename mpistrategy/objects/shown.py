@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
 
 _MOST_RANGES = 8
+Value = TypeVar("Value", bound=Hashable)
 _UNITS = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 
 
@@ -37,6 +39,14 @@ def did_you_mean(word: object, names: Iterable[str], least: float = 0.6) -> str:
     names_by_lower_case = {name.lower(): name for name in names}
     near = difflib.get_close_matches(word.lower(), names_by_lower_case, 1, least)
     return f"Did you mean {names_by_lower_case[near[0]]!r}?" if near else ""
+
+
+def ranks_by(values: Iterable[Value]) -> dict[Value, list[int]]:
+    """Return the ranks by their value, from the values of all ranks in rank order."""
+    ranks: dict[Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

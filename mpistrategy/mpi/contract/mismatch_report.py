@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpistrategy.errors import CollectiveMismatchError, RankCall, RankLeftError
-from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.objects.shown import ranks_by, ranks_in_words
 
 _SHOWN = 160
 _MOST_ROWS = 56
@@ -127,17 +127,18 @@ def _different(calls: Sequence[Words]) -> list[str]:
 def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]) -> list[str]:
     present_calls = [call for call in calls if LEFT not in call]
     starts = {name: _first_difference([call.get(name, "-") for call in present_calls]) for name in different}
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, (call, site) in enumerate(zip(calls, sites, strict=True)):
-        if LEFT in call:
-            ranks_by_text.setdefault(f" left: {call[LEFT]}", []).append(rank)
-            continue
-        shown = {name: _cut(call.get(name, "-"), starts.get(name, 0)) for name in ("call", *different)}
-        words = "  ".join(f"{name}={value}" for name, value in shown.items())
-        ranks_by_text.setdefault(f": {words}  at {site}", []).append(rank)
-    rows = [f"  {ranks_in_words(ranks)}{words}" for words, ranks in ranks_by_text.items()]
+    ranks_by_text = ranks_by(_row(call, site, starts) for call, site in zip(calls, sites, strict=True))
+    rows = [f"  {ranks_in_words(ranks)}{text}" for text, ranks in ranks_by_text.items()]
     more = sum(map(len, list(ranks_by_text.values())[_MOST_ROWS:]))
     return [*rows[:_MOST_ROWS], f"  and {more} more ranks, in other ways"] if more else rows
+
+
+def _row(call: Words, site: str, starts: Mapping[str, int]) -> str:
+    """Return a call in words, without its ranks: the fields of `starts`, from about there on."""
+    if LEFT in call:
+        return f" left: {call[LEFT]}"
+    shown = {name: _cut(call.get(name, "-"), starts.get(name, 0)) for name in ("call", *starts)}
+    return f": {'  '.join(f'{name}={value}' for name, value in shown.items())}  at {site}"
 
 
 def _first_difference(texts: Sequence[str]) -> int:

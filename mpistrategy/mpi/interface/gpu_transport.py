@@ -7,16 +7,13 @@ later.  Nothing waits for the whole device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from mpistrategy.arrays.gpu import DeviceArray
 from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.objects.shown import ranks_in_words
-
-if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import DeviceArray
-
 
 PathName = Literal["alone", "mpi", "staged", "nccl"]
 #: The paths that need nothing of the host once their work is on the stream.

@@ -20,7 +20,7 @@ from types import FunctionType
 
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract import timeouts
-from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.objects.shown import ranks_by, ranks_in_words
 from mpistrategy.options import is_on
 
 #: Set to 1 to start several programs of one rank each on purpose.
@@ -154,13 +154,11 @@ def check_versions(texts: Sequence[str]) -> None:
     Args:
         texts: the `versions` of every rank, in rank order.
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    if len(ranks) > 1:
+    if len(ranks := ranks_by(texts)) > 1:
         raise LaunchError.at(
             "MirroredStrategy",
-            found="different versions: " + "; ".join(f"{text} on {ranks_in_words(ranks[text])}" for text in ranks),
+            found="different versions: "
+            + "; ".join(f"{text} on {ranks_in_words(peers)}" for text, peers in ranks.items()),
             expected="the same on all ranks",
             fix="Give all nodes one environment: the same venv, container or module.",
         )

@@ -8,9 +8,8 @@ MPI where it is known to take GPU memory, then the host (staged).
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import FallbackWarning
@@ -20,11 +19,9 @@ from mpistrategy.mpi.gpu import cuda_aware, device_selection
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.by_mpi import DirectPath, StagedPath
 from mpistrategy.mpi.interface.gpu_transport import UNCHOSEN, DevicePath, PathName, chosen_path
-from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.objects.shown import ranks_by, ranks_in_words
 from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.interface.ranks import Ranks
 
 _WHERE = "the path of arrays in GPU memory"
 #: The fastest first.
@@ -110,9 +107,7 @@ def candidates(word: str) -> list[PathName]:
 
 def obstacles(ranks: Sequence[Abilities]) -> dict[PathName, str]:
     """Return why each path cannot be, from the abilities of each rank; "" where it can."""
-    refusing: dict[str, list[int]] = {}
-    for number, rank in enumerate(ranks):
-        refusing.setdefault(rank.against_mpi, []).append(number)
+    refusing = ranks_by(rank.against_mpi for rank in ranks)
     by_mpi = "; ".join(f"{why} ({ranks_in_words(numbers)})" for why, numbers in refusing.items() if why)
     return {"nccl": _against_nccl(ranks), "mpi": by_mpi, "staged": ""}
 
@@ -123,9 +118,8 @@ def _against_nccl(ranks: Sequence[Abilities]) -> str:
         return f"CuPy has no NCCL on {ranks_in_words(without)}"
     if len({rank.nccl // 100 for rank in ranks}) > 1:  # the last two digits are a patch level
         return f"NCCL of different versions ({', '.join(map(str, sorted({rank.nccl for rank in ranks})))})"
-    holders = Counter(rank.gpu for rank in ranks if rank.gpu)
-    shared = next((gpu for gpu, count in holders.items() if count > 1), None)
-    sharing = [number for number, rank in enumerate(ranks) if rank.gpu == shared]
+    holders = ranks_by(rank.gpu for rank in ranks)
+    sharing = next((numbers for gpu, numbers in holders.items() if gpu and len(numbers) > 1), [])
     return f"{ranks_in_words(sharing)} on one GPU, which NCCL refuses" if sharing else ""
 
 
