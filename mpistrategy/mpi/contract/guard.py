@@ -250,9 +250,8 @@ class Guard:
         self._start_to_tell()
 
     def _start_to_tell(self) -> None:
-        if (
-            self._channel is not None
-        ):  # after a failure other ranks must hear of it, also if they leave at the same time
+        if self._channel is not None:
+            # After a failure other ranks must hear of it, also if they leave at the same time.
             self._channel.start(digest_of(_LEAVING) if self.broken is None else -1 - self._rank)
 
     def peers_have_left(self) -> bool | None:
