@@ -43,17 +43,17 @@ class Turns:
         self._awaited: list[dict[int, Any]] = [dict.fromkeys(range(size))] * size
         self._doing = [""] * size
         #: The values of the next round, by communicator; threads of the last round hold its dict.
-        self._next: defaultdict[object, dict[int, tuple[str, Any]]] = defaultdict(dict)
+        self._next: defaultdict[object, dict[int, Any]] = defaultdict(dict)
         self._hopeless: set[int] = set()
         self._why = ""
 
-    def allgather(self, communicator: object, rank: int, purpose: str, value: Any) -> list[Any]:
+    def allgather(self, communicator: object, rank: int, value: Any) -> list[Any]:
         """Let the others run until all threads have brought a value; return the values in rank order.
 
-        Raises on all threads unless all came for the same `purpose`, and on all that wait if no thread can go on.
+        Raises on all threads that wait if no thread can go on.
         """
         values = self._next[communicator]
-        values[rank] = (purpose, value)
+        values[rank] = value
         if len(values) == self.size:
             del self._next[communicator]
         self.pass_on(rank, values, f"waits at {site_of(sys._getframe(1)).text}")
@@ -62,11 +62,7 @@ class Turns:
             self._hopeless.remove(rank)
             del values[rank]
             raise CollectiveMismatchError(self._why)
-        purposes = [values[peer][0] for peer in range(self.size)]
-        if len(set(purposes)) > 1:
-            rows = [f"  replica {peer}: {its_purpose}" for peer, its_purpose in enumerate(purposes)]
-            raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
-        return [values[peer][1] for peer in range(self.size)]
+        return [values[peer] for peer in range(self.size)]
 
     def begin(self, me: int) -> None:
         """Wait for the turn of this thread."""
@@ -110,12 +106,12 @@ class Threads(Ranks, ControlChannel):
         self._turns, self._communicator = turns, communicator
         super().__init__(rank, node_of, Guard(self if turns.size > 1 else None, rank, turns.size))
 
-    def _gathered(self, purpose: str, value: Any) -> list[Any]:
-        return self._turns.allgather(self._communicator, self.rank, purpose, copy.deepcopy(value))
+    def _gathered(self, value: Any) -> list[Any]:
+        return self._turns.allgather(self._communicator, self.rank, copy.deepcopy(value))
 
     def duplicate(self) -> Threads:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
-        communicator = self._turns.allgather(self._communicator, self.rank, "duplicate", object())[0]
+        communicator = self._turns.allgather(self._communicator, self.rank, object())[0]
         threads = Threads(self._turns, self.rank, self.node_of, communicator)
         threads.devices = self.devices
         return threads
@@ -126,11 +122,11 @@ class Threads(Ranks, ControlChannel):
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; `Turns` ends the wait for a thread that has ended."""
-        return self._gathered("allgather_text", text)
+        return self._gathered(text)
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; `Turns` ends the wait for a thread that ended."""
-        return len(set(self._gathered("compare calls", digest))) == 1
+        return len(set(self._gathered(digest))) == 1
 
     def start(self, digest: int) -> None:
         """Do nothing: `Turns` notes that a thread has ended."""

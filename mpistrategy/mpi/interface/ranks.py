@@ -148,13 +148,13 @@ class Ranks(ABC):
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""
 
-    def _gathered(self, purpose: str, value: Any) -> list[Any]:
-        """Return the values of all ranks for a purpose, in rank order: arrays, lists of arrays, or anything else.
+    def _gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order: arrays, lists of arrays, or anything else.
 
         This rank may change its value afterwards.  The methods below call it; a class without it defines all of
         them.
         """
-        raise NotImplementedError(f"{type(self).__name__}: {purpose}")
+        raise NotImplementedError(type(self).__name__)
 
     def progress(self) -> None:  # noqa: B027  # there need be no messages
         """Let messages make progress."""
@@ -179,17 +179,17 @@ class Ranks(ABC):
             by_lanes: whether a buffer of any size goes by lanes between nodes.
             wire: the dtype in which sums travel between nodes, where it differs from the buffer's.
         """
-        put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
+        put(buffer, _combined(self._gathered(buffer if source is None else source), op))
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
-        values = self._gathered(f"reduce {op} to {root}", buffer)
+        values = self._gathered(buffer)
         if self.rank == root:
             put(buffer, _combined(values, op))
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
-        put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
+        put(buffer, self._gathered(buffer if self.rank == root else None)[root])
 
     def gatherv(self, block: Array, counts: Sequence[int], target: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `target` on `root`; any dtype.
@@ -204,14 +204,14 @@ class Ranks(ABC):
 
     def allgatherv(self, block: Array, counts: Sequence[int], target: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; see `gatherv`."""
-        np.concatenate(self._gathered("allgatherv", block), axis=None, out=target.reshape(-1))
+        np.concatenate(self._gathered(block), axis=None, out=target.reshape(-1))
 
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
 
         Any dtype; so few bytes that one MPI call takes them.
         """
-        values = self._gathered("alltoall", sent)
+        values = self._gathered(sent)
         received[...] = np.reshape([rows.reshape(self.size, -1)[self.rank] for rows in values], received.shape)
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
@@ -219,12 +219,12 @@ class Ranks(ABC):
 
         Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
-        values = self._gathered("alltoallv", np.split(sent, np.cumsum(counts)[:-1]))
+        values = self._gathered(np.split(sent, np.cumsum(counts)[:-1]))
         np.concatenate([blocks[self.rank] for blocks in values], out=received)
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order; for descriptions, never for data."""
-        return list(self._gathered("allgather_text", text))
+        return list(self._gathered(text))
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
@@ -236,7 +236,7 @@ class Ranks(ABC):
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
-        self._gathered("node barrier", None)
+        self._gathered(None)
 
     def free(self) -> None:
         """Free the communicator, where all ranks are known to do so; it cannot be used afterwards."""
@@ -249,7 +249,7 @@ class Alone(Ranks):
     def __init__(self, devices: tuple[Device, ...] = (Device(0, "CPU", 0),)) -> None:
         super().__init__(devices=devices)
 
-    def _gathered(self, purpose: str, value: Any) -> list[Any]:
+    def _gathered(self, value: Any) -> list[Any]:
         return [value]
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
