@@ -60,12 +60,11 @@ class TerminationConfig:
     def __post_init__(self) -> None:
         where = "TerminationConfig"
         function: Any = (Callable, NoneType)
-        several: Any = (list, tuple)
         checked_type(where, "termination_watcher_fn", self.termination_watcher_fn, function, "a function, or None")
         checked_type(where, "exit_fn", self.exit_fn, function, "a function, or None")
         if self.grace_period is not None:
             checked_number(where, "grace_period", self.grace_period, "0 or more seconds, or None", not_negative)
-        checked_type(where, "signals", self.signals, several, 'a list, such as ["SIGTERM", "SIGUSR2"]')
+        checked_type(where, "signals", self.signals, (list, tuple), 'a list, such as ["SIGTERM", "SIGUSR2"]')
         object.__setattr__(self, "signals", tuple(dict.fromkeys(map(_signal, self.signals))))
 
 

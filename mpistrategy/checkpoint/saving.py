@@ -386,6 +386,7 @@ class Saving(NotPickled):
             hidden = self._folder[:-8] + secrets.token_hex(4)
             with contextlib.suppress(OSError):
                 files.change(os.rename, self._folder, hidden)
+                self._folder = hidden  # a file may come meanwhile: `_abandon` removes what is left
                 files.remove(hidden)
 
     def _end(self) -> None:
