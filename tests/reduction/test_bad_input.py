@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from declared import IN_STEPS, arguments, parameters
 from mpi4py import MPI
-from replicas import RANK, SIZE, context, new_variable, outcomes, still_works
+from replicas import RANK, SIZE, context, new_variable, outcomes
 
 import mpistrategy as ms
 from mpistrategy import CommunicationOptions, errors
@@ -263,7 +263,6 @@ def test_collective_calls(
         if rank < SIZE - 1 and who == "the last rank":
             assert f"rank {SIZE - 1}" in end.text
             assert "test_bad_input.py:" in end.text
-    assert still_works(strategy)
 
 
 LOCAL: list[tuple[str, Call, Any]] = [
@@ -401,7 +400,6 @@ def test_local_calls(strategy: ms.Strategy, variable: ms.Variable, what: str, ba
     assert "found" in text
     assert "expected" in text
     assert not ms.has_strategy()
-    assert still_works(strategy)
 
 
 MAKERS: list[tuple[str, Callable[[], Any], Any]] = [
@@ -431,7 +429,6 @@ def test_a_strategy_that_cannot_be_made(strategy: ms.Strategy, what: str, make: 
         assert issubclass(end.error, errors.MpiStrategyError), end.text
         assert issubclass(end.error, kind), end.text
         assert "found" in end.text
-    assert still_works(strategy)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -456,4 +453,3 @@ def test_a_strategy_that_is_made_differently(strategy: ms.Strategy, make: Callab
     for end in outcomes(make_and_use):
         assert end.error is not None, end.text
         assert issubclass(end.error, errors.MpiStrategyError), end.text
-    assert still_works(strategy)
