@@ -32,6 +32,7 @@ import launching
 import numpy as np
 import pytest
 from mpi4py import MPI
+from replicas import still_works
 
 import mpistrategy
 from mpistrategy.mpi.watchdog.reports import wait_until_read
@@ -447,6 +448,15 @@ def strategy() -> Iterator[mpistrategy.MirroredStrategy]:
     """One replica on every rank; a communicator is a finite resource, so that a module's tests share one."""
     with contextlib.closing(mpistrategy.MirroredStrategy()) as made:  # the tests are outside its scope
         yield made
+
+
+@pytest.fixture(autouse=True)
+def _strategy_still_works(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test that has a `strategy`, whatever was refused or failed in it, the ranks sum as before."""
+    strategy = request.getfixturevalue("strategy") if "strategy" in request.fixturenames else None
+    yield
+    if strategy is not None and not request.node.stash.get(FAILED, False):
+        assert still_works(strategy)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ ROOT = SIZE - 1
 
 
 @pytest.fixture(params=["one node", "each its node"])
-def strategy(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
+def keeping(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
     ops = ms.ReductionToOneDevice(f"task:{ROOT}", accumulation_fn=lambda values: np.maximum.reduce(values))
     makers = {
         "one node": lambda: ms.MirroredStrategy(cross_device_ops=ops),
@@ -26,17 +26,17 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
         yield made
 
 
-def test_values_of_many_dtypes_keep_their_places(strategy: ms.Strategy) -> None:
+def test_values_of_many_dtypes_keep_their_places(keeping: ms.Strategy) -> None:
     values = [value_of(RANK, dtype, (3, 5), seed) for seed, dtype in enumerate(("f4", "f8", "f2", "i4", "f4", "f8"))]
-    found = strategy.reduce("SUM", values)
+    found = keeping.reduce("SUM", values)
     for seed, (result, mine) in enumerate(zip(found, values, strict=True)):
         right = np.max([value_of(rank, mine.dtype, (3, 5), seed) for rank in RANKS], axis=0)
         np.testing.assert_array_equal(result, right)
         assert result.dtype == mine.dtype
-    found = strategy.reduce("SUM", [np.zeros(0, np.int8), np.array([RANK], np.int8), np.zeros((0, 3))])
+    found = keeping.reduce("SUM", [np.zeros(0, np.int8), np.array([RANK], np.int8), np.zeros((0, 3))])
     assert [result.shape for result in found] == [(0,), (1,), (0, 3)]
     assert found[1] == ROOT
-    assert strategy.reduce("MEAN", float(RANK)) == ROOT / SIZE  # it divides whatever the function did
+    assert keeping.reduce("MEAN", float(RANK)) == ROOT / SIZE  # it divides whatever the function did
 
 
 def test_the_function_gets_all_values_once_in_rank_order_and_may_keep_them() -> None:

@@ -42,6 +42,13 @@ def of(rank: int, dtype: Any = torch.float32, shape: tuple[int, ...] = (2, 3)) -
     return (values % 2 == 0) if dtype is torch.bool else values.to(dtype)
 
 
+def added(number: float = 1.0, group: Any = None) -> float:
+    """Return the sum of a number of each rank of a group."""
+    mine = torch.full((1,), float(number))
+    dist.all_reduce(mine, group=group)
+    return float(mine.item())
+
+
 def stacked(dtype: Any = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Any:
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
     return torch.stack([of(rank, dtype, shape).to(wide) for rank in range(SIZE)])
@@ -327,17 +334,13 @@ def test_groups_of_some_ranks() -> None:
     alone = [dist.new_group([rank]) for rank in range(SIZE)]
     gc.collect()  # what only torch's C++ holds is still ours
     if RANK < 2:
-        mine = torch.ones(2) * (RANK + 1)
-        dist.all_reduce(mine, group=part)
-        assert mine.tolist() == [3, 3]
+        assert added(RANK + 1, part) == 3
         dist.destroy_process_group(part)
     assert dist.get_rank(backwards) == (SIZE - 1 - RANK if takes_order else RANK)
     together = torch.empty(SIZE)
     dist.all_gather_into_tensor(together, torch.full((1,), float(RANK)), group=backwards)
     assert together.tolist() == [dist.get_global_rank(backwards, number) for number in range(SIZE)]
-    mine = torch.ones(1)
-    dist.all_reduce(mine, group=alone[RANK])
-    assert mine.item() == 1
+    assert added(group=alone[RANK]) == 1
 
 
 @several
@@ -347,9 +350,7 @@ def test_many_groups_are_made_and_freed() -> None:
     for number in range(200):
         made = dist.new_group()
         if not number % 20:
-            mine = torch.ones(1)
-            dist.all_reduce(mine, group=made)
-            assert mine.item() == SIZE
+            assert added(group=made) == SIZE
         dist.destroy_process_group(made)
 
 
@@ -366,9 +367,7 @@ def test_calls_that_differ_raise_on_all_ranks_before_data_move() -> None:
     ):
         with pytest.raises(ms.errors.CollectiveMismatchError, match=r"test_torch_group\.py"):
             call()
-        mine = torch.ones(1) * number
-        dist.all_reduce(mine)
-        assert mine.item() == number * SIZE
+        assert added(number) == number * SIZE
 
 
 @several
@@ -393,9 +392,7 @@ def test_errors_keep_their_type_through_torch() -> None:
     ):
         with pytest.raises(ms.errors.CollectiveMismatchError):
             call()
-        mine = torch.ones(1)
-        dist.all_reduce(mine)
-        assert mine.item() == SIZE
+        assert added() == SIZE
 
 
 @several

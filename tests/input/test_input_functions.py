@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, all_raise, outcomes, still_works
+from replicas import RANK, SIZE, all_raise, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -94,7 +94,6 @@ def test_what_makes_no_dataset(strategy: ms.MirroredStrategy, given_: Any) -> No
     for make in (strategy.distribute_datasets_from_function, strategy.make_input_fn_iterator):
         all_raise(errors.OptionTypeError, make, given_)
     all_raise(errors.OptionTypeError, strategy.distribute_datasets_from_function, lambda context: [], 3)
-    assert still_works(strategy)
 
 
 def broken(good: int) -> Iterator[Any]:
@@ -117,7 +116,6 @@ def test_what_raises_on_one_rank_raises_everywhere(strategy: ms.MirroredStrategy
     told = outcomes(lambda: list(strategy.distribute_datasets_from_function(function)))
     assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["OSError"]
     assert all("the file is gone" in outcome.text for outcome in told)
-    assert still_works(strategy)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -130,7 +128,6 @@ def test_a_rank_that_cannot_go_on_without_rows_is_an_error_everywhere(
     """One ends before its beginning, or has scalars."""
     dataset = strategy.distribute_datasets_from_function(lambda context: iter(batches))
     all_raise(errors.BatchError, lambda: list(dataset), words=[told])
-    assert still_works(strategy)
 
 
 # ------------------------------------------------------------------------------------------- iterators

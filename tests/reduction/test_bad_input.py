@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from declared import IN_STEPS, arguments, parameters
 from mpi4py import MPI
-from replicas import RANK, SIZE, context, new_variable, outcomes, still_works
+from replicas import RANK, SIZE, context, new_variable, outcomes
 
 import mpistrategy as ms
 from mpistrategy import CommunicationOptions, errors
@@ -263,9 +263,9 @@ def test_collective_calls(
         if rank < SIZE - 1 and who == "the last rank":
             assert f"rank {SIZE - 1}" in end.text
             assert "test_bad_input.py:" in end.text
-    assert still_works(strategy)
 
 
+#: Types of the arguments of constructors, and of attributes, are tried in tests/whole/test_wrong_arguments.py.
 LOCAL: list[tuple[str, Call, Any]] = [
     ("run: no function", lambda s, v: s.run(None), TypeError),
     ("run: args no tuple", lambda s, v: s.run(abs, args=3), TypeError),
@@ -285,27 +285,18 @@ LOCAL: list[tuple[str, Call, Any]] = [
     ("distribute dataset: a string", lambda s, v: s.experimental_distribute_dataset("text"), TypeError),
     ("colocate_vars_with: no var", lambda s, v: _enter(s, lambda: s.extended.colocate_vars_with(ONES)), ValueError),
     ("ReplicaContext: no strategy", lambda s, v: ms.ReplicaContext("strategy", 0), TypeError),
-    ("SGD: a string", lambda s, v: ms.optimizers.SGD("fast"), TypeError),
     ("SGD: minus", lambda s, v: ms.optimizers.SGD(-0.1), ValueError),
     ("SGD: nan", lambda s, v: ms.optimizers.SGD(float("nan")), ValueError),
     ("SGD: momentum 2", lambda s, v: ms.optimizers.SGD(0.1, momentum=2), ValueError),
     ("Adam: beta 1", lambda s, v: ms.optimizers.Adam(beta_1=1.0), ValueError),
-    ("ReductionToOneDevice: a number", lambda s, v: ms.ReductionToOneDevice(3), TypeError),
     ("ReductionToOneDevice: nonsense", lambda s, v: ms.ReductionToOneDevice("nonsense"), ValueError),
-    ("ReductionToOneDevice: no function", lambda s, v: ms.ReductionToOneDevice(accumulation_fn=3), TypeError),
     ("HierarchicalCopyAllReduce: -1", lambda s, v: ms.HierarchicalCopyAllReduce(-1), ValueError),
-    ("HierarchicalCopyAllReduce: text", lambda s, v: ms.HierarchicalCopyAllReduce("2"), TypeError),
-    *(
-        (f"{name}: {wrong!r}", lambda s, v, name=name, wrong=wrong: setattr(s.extended, name, wrong), TypeError)
-        for name in ("cross_device_ops", "options")
-        for wrong in (None, "MpiAllReduce", ms.MpiAllReduce)
-    ),
     ("MpiAllReduce outside every strategy", lambda s, v: ms.MpiAllReduce().reduce("SUM", ONES, "CPU:0"), RuntimeError),
     ("ReplicaContext: a text for a number", lambda s, v: ms.ReplicaContext(s, "0"), ValueError),
     ("ReplicaContext: no number", lambda s, v: ms.ReplicaContext(s, None).replica_id_in_sync_group, ValueError),
     *[
         (f"{name}: {wrong!r:.20}", lambda s, v, made=made, wrong=wrong: made(wrong), TypeError)
-        for wrong in (None, 3, "extended", object)
+        for wrong in (None, "extended")
         for name, made in {
             "Strategy": ms.Strategy,
             "StrategyExtended": ms.StrategyExtended,
@@ -314,45 +305,38 @@ LOCAL: list[tuple[str, Call, Any]] = [
     ],
     *[
         (f"set_strategy: {wrong!r:.20}", lambda s, v, wrong=wrong: ms.experimental_set_strategy(wrong), TypeError)
-        for wrong in ("strategy", 3, ms.MirroredStrategy, object)
+        for wrong in ("strategy", ms.MirroredStrategy)
     ],
     *[
         (f"read_var: {wrong!r}", lambda s, v, wrong=wrong: s.extended.read_var(wrong), TypeError)
-        for wrong in (3.0, None, ONES)
+        for wrong in (3.0, ONES)
     ],
     *[
         (f"experimental_run: {name}", lambda s, v, wrong=wrong: s.experimental_run(len, wrong), TypeError)
-        for name, wrong in {"3": 3, "a text": "iterator", "a list": [1, 2], "another iterator": iter([1])}.items()
+        for name, wrong in {"a list": [1, 2], "another iterator": iter([1])}.items()
     ],
     *[
         (f"rng: {bad!r}", make(bad), kind)
-        for bad, kind in [(-1, ValueError), (1.0, TypeError), ("7", TypeError), (None, TypeError), (ONES, TypeError)]
+        for bad, kind in [(-1, ValueError), ("7", TypeError)]
         for make in (lambda bad: lambda s, v: s.rng(bad), lambda bad: lambda s, v: s.rng(0).at(1, bad))
     ],
     ("rng: 2**64", lambda s, v: s.rng(0).at(2**64), ValueError),
     *[
         (f"op {getattr(op, '__name__', op)!r}", lambda s, v, op=op: s.explain(ONES, op), ValueError)
-        for op in (None, 0, 1, True, "", "SUMM", " SUM", b"SUM", sum, np.sum, ["SUM"], ms.ReduceOp,
-                   ms.VariableAggregation.NONE, ms.VariableAggregation.ONLY_FIRST_REPLICA)
+        for op in (None, True, "SUMM", " SUM", sum, ms.ReduceOp, ms.VariableAggregation.ONLY_FIRST_REPLICA)
     ],
     *[
         (f"CommunicationOptions: {options}", lambda s, v, options=options: CommunicationOptions(**options), kind)
         for options, kind in [
             ({"bytes_per_pack": -1}, ValueError),
-            ({"bytes_per_pack": "8"}, TypeError),
-            ({"bytes_per_pack": 8.0}, TypeError),
-            ({"bytes_per_pack": None}, TypeError),
-            ({"bytes_per_pack": float("inf")}, TypeError),
             ({"wire": "float8"}, ValueError),
             ({"implementation": "FAST"}, ValueError),
-            ({"implementation": 1}, ValueError),
-            ({"implementation": None}, ValueError),
         ]
     ],
     *[
         (f"InputContext: {numbers}", lambda s, v, numbers=numbers: ms.InputContext(*numbers), kind)
         for numbers, kind in [((0, 0, 1), ValueError), ((2, 2, 2), ValueError), ((1, -1, 1), ValueError),
-                              ((1, 0, 0), ValueError), (("1",), TypeError)]
+                              ((1, 0, 0), ValueError)]
     ],
     *[
         (f"from_arrays: {wrong}", lambda s, v, wrong=wrong: ms.Dataset.from_arrays(**{**ROWS, **wrong}), kind)
@@ -373,7 +357,7 @@ LOCAL: list[tuple[str, Call, Any]] = [
     ("epoch: -1", lambda s, v: ms.Dataset.from_arrays(**ROWS).epoch(-1), ValueError),
     *[
         (f"mirrored_check_steps: {bad!r}", lambda s, v, bad=bad: ms.optimizers.SGD(mirrored_check_steps=bad), kind)
-        for bad, kind in [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("10", TypeError), (None, TypeError)]
+        for bad, kind in [(-1, ValueError), (True, TypeError)]
     ],
 ]  # fmt: skip
 
@@ -401,7 +385,6 @@ def test_local_calls(strategy: ms.Strategy, variable: ms.Variable, what: str, ba
     assert "found" in text
     assert "expected" in text
     assert not ms.has_strategy()
-    assert still_works(strategy)
 
 
 MAKERS: list[tuple[str, Callable[[], Any], Any]] = [
@@ -411,14 +394,10 @@ MAKERS: list[tuple[str, Callable[[], Any], Any]] = [
     ("one device of nonsense", lambda: ms.MirroredStrategy([*(f"CPU:{i}" for i in range(SIZE - 1)), "x"]), ValueError),
     ("devices no list", lambda: ms.MirroredStrategy("CPU:0"), TypeError),
     ("ops no ops", lambda: ms.MirroredStrategy(cross_device_ops="ring"), TypeError),
-    ("ops a class", lambda: ms.MirroredStrategy(cross_device_ops=ms.MpiAllReduce), TypeError),
-    ("options a dict", lambda: ms.MirroredStrategy(communication_options={}), TypeError),
     ("communicator a number", lambda: ms.MirroredStrategy(communicator=3), TypeError),
-    ("communicator a text", lambda: ms.MirroredStrategy(communicator="world"), TypeError),
     ("communicator without this rank", lambda: ms.MirroredStrategy(communicator=MPI.COMM_NULL), TypeError),
     ("no such processor", lambda: ms.MirroredStrategy([f"CPU:{9999 + i}" for i in range(SIZE)]), ValueError),
     ("devices a number", lambda: ms.MirroredStrategy(3), TypeError),
-    ("devices numbers", lambda: ms.MirroredStrategy([3] * SIZE), TypeError),
 ]
 
 
@@ -431,7 +410,6 @@ def test_a_strategy_that_cannot_be_made(strategy: ms.Strategy, what: str, make: 
         assert issubclass(end.error, errors.MpiStrategyError), end.text
         assert issubclass(end.error, kind), end.text
         assert "found" in end.text
-    assert still_works(strategy)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -456,4 +434,3 @@ def test_a_strategy_that_is_made_differently(strategy: ms.Strategy, make: Callab
     for end in outcomes(make_and_use):
         assert end.error is not None, end.text
         assert issubclass(end.error, errors.MpiStrategyError), end.text
-    assert still_works(strategy)

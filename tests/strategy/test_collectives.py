@@ -299,7 +299,6 @@ def test_what_cannot_be_told_to_ranks_that_give_none_raises_everywhere(strategy:
             strategy.broadcast(None if RANK == 1 else np.ones(2 + (SIZE - 1 == RANK)))
     with pytest.raises(errors.CollectiveMismatchError, match="collective"):
         strategy.broadcast(None) if RANK else strategy.reduce("SUM", 1.0)
-    assert still_works(strategy)
 
 
 # ---------------------------------------------------------------------------------------------- None among leaves

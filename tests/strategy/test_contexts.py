@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declared import IN_STEPS, called
-from replicas import RANK, SIZE, context, new_variable, still_works
+from replicas import RANK, SIZE, context, new_variable
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -136,7 +136,6 @@ def test_methods_of_the_strategy(
             enter(strategy, other, variable, lambda: method(strategy, variable))
     else:
         assert enter(strategy, other, variable, lambda: method(strategy, variable)) is not None
-    assert still_works(strategy)
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -159,7 +158,6 @@ def test_methods_of_the_replica_context(
         assert COLUMNS[column](strategy, other, variable, call) is not None
         with pytest.raises(errors.ContextError, match="get_replica_context"):  # kept from an earlier step
             strategy.run(lambda: STEP_METHODS[row](stale))
-    assert still_works(strategy)
 
 
 FUNCTIONS = {
@@ -194,7 +192,6 @@ def test_an_exception_restores_the_context(
     with strategy.scope(), pytest.raises(KeyError, match="mine"):
         COLUMNS[column](strategy, other, variable, fail)
     assert not ms.has_strategy()
-    assert still_works(strategy)
 
 
 def test_the_step_may_catch_what_its_merge_fn_raises(strategy: ms.Strategy) -> None:

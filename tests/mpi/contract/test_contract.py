@@ -63,7 +63,6 @@ def test_variables_of_one_name_are_told_apart(strategy: ms.MirroredStrategy) -> 
         metrics = [ms.metrics.Mean(), ms.metrics.Mean()]
     with pytest.raises(errors.CollectiveMismatchError, match="name"):
         metrics[min(RANK, 1)].result()
-    assert still_works(strategy)
 
 
 @several
@@ -78,7 +77,6 @@ def test_an_error_object_raised_twice_is_told_twice(strategy: ms.MirroredStrateg
     for _ in range(2):
         with pytest.raises(ValueError if RANK == 0 else errors.RemoteError, match="kept"):
             variable_of(strategy, initial_value)
-    assert still_works(strategy)
 
 
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
@@ -102,7 +100,6 @@ def test_names_are_strings(strategy: ms.MirroredStrategy, name: Any) -> None:
     for call in (lambda: strategy.reduce("SUM", 1.0, name=name), lambda: variable_of(strategy, 1.0, name=name)):
         with pytest.raises(errors.OptionTypeError, match="name"):
             call()
-    assert still_works(strategy)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), "soon", True])

@@ -20,7 +20,7 @@ KNOWN = 2
 
 
 @pytest.fixture
-def strategy() -> Iterator[ms.Strategy]:
+def contained() -> Iterator[ms.Strategy]:
     made = OnNodes(range(SIZE), ms.MpiAllReduce(), contains_errors=True)
     yield made
     made.close()
@@ -62,39 +62,39 @@ def check_all_hear(strategy: ms.Strategy, step: Callable[[], object], event: str
 @several
 @pytest.mark.parametrize("name", ["_agrees", "_start"])
 @pytest.mark.parametrize("step", [summed, summed_with_the_comparison, summed_in_a_nest])
-def test_before_this_rank_has_sent_its_digest(strategy: ms.Strategy, step: Callable[[], None], name: str) -> None:
+def test_before_this_rank_has_sent_its_digest(contained: ms.Strategy, step: Callable[[], None], name: str) -> None:
     """No other call takes its numbers for its own."""
-    repeated(strategy, KNOWN, step)
-    check_all_hear(strategy, step, "call", name)
+    repeated(contained, KNOWN, step)
+    check_all_hear(contained, step, "call", name)
 
 
 @several
 @pytest.mark.parametrize("where", ["_start", "all_equal", "_agrees", "compare"])
-def test_in_the_comparison(strategy: ms.Strategy, where: str) -> None:
+def test_in_the_comparison(contained: ms.Strategy, where: str) -> None:
     """The other ranks have agreed with this one, and have their sums."""
-    repeated(strategy, KNOWN, summed_with_the_comparison)
-    check_all_hear(strategy, summed_with_the_comparison, "return", where)
+    repeated(contained, KNOWN, summed_with_the_comparison)
+    check_all_hear(contained, summed_with_the_comparison, "return", where)
 
 
 @several
-def test_among_the_data(strategy: ms.Strategy) -> None:
+def test_among_the_data(contained: ms.Strategy) -> None:
     """What this rank has sent of them is not known: another call could be added to what is under way."""
 
     def step() -> None:
         context().all_reduce("SUM", [np.ones(300_000)])
 
-    repeated(strategy, KNOWN, step)
-    check_all_hear(strategy, step, "return", "allreduce")
+    repeated(contained, KNOWN, step)
+    check_all_hear(contained, step, "return", "allreduce")
 
 
 @several
-def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy) -> None:
-    repeated(strategy, KNOWN)
+def test_while_a_rank_waits_to_tell_its_error(contained: ms.Strategy) -> None:
+    repeated(contained, KNOWN)
 
     def step() -> None:
         context().all_reduce("SUM", np.array(["a"]) if RANK == LAST else np.ones(COUNT))
 
-    check_all_hear(strategy, step, "call", "wait_patiently")
+    check_all_hear(contained, step, "call", "wait_patiently")
 
 
 @several

@@ -212,7 +212,6 @@ def test_the_first_batch_shows_the_name_of_its_dataset(strategy: ms.Strategy) ->
     batches = iter(strategy.distribute_dataset(BATCHES, name="digits"))
     with pytest.raises(CollectiveMismatchError, match=r"name=digits: dataset \d+ of the strategy"):
         strategy.barrier("end") if RANK else next(batches)
-    assert still_works(strategy)
 
 
 @several

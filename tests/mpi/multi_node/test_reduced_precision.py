@@ -25,7 +25,6 @@ from replicas import (
     part_of,
     same_everywhere,
     several,
-    still_works,
 )
 
 import mpistrategy as ms
@@ -130,7 +129,6 @@ def test_without_ml_dtypes_every_rank_says_what_to_install(
     new = np.ones(11, np.float32)  # no call before had this shape, and so a plan
     all_raise(OptionError, lambda: reduced(strategy, "SUM", new), words=["pip install ml_dtypes"])
     monkeypatch.undo()
-    assert still_works(strategy)
 
 
 EMPTY = """
