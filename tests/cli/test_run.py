@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import launching
-import programs
 import pytest
 
 Launch = Callable[..., launching.Finished]
@@ -158,16 +157,52 @@ def test_ranks_that_have_agreed_to_stop_end_without_a_word(launch: Launch, tmp_p
     assert "SystemExit" not in job.stderr, job
 
 
+TRAIN = """
+import sys
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+part = world.Split(0, world.rank)
+import numpy as np
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy(communicator=part)
+if strategy.rank == 0:
+    world.send(20, dest=2)
+    given = world.recv(source=2)
+else:
+    given = None
+given = int(strategy.broadcast(given if strategy.rank == 0 else 0))
+total = strategy.reduce("SUM", np.full(100_000, given))[0]
+if sys.argv[1:] and strategy.rank == 1:
+    raise ValueError("a rank of the training")
+sys.stdout.write(f"train {strategy.rank} of {strategy.size}: {total}\\n")
+"""
+SOLVER = """
+import sys
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+part = world.Split(1, world.rank)
+world.send(2 * world.recv(source=0), dest=0)
+if sys.argv[1:]:
+    world.recv(source=0)  # which nobody sends
+sys.stdout.write(f"solver {part.rank} of {part.size}\\n")
+"""
+#: What they print on three ranks, of which the last one runs SOLVER.
+TOLD = ("solver 0 of 1", "train 0 of 2: 80", "train 1 of 2: 80")
+
+
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("how", ["", "fails"])
 def test_one_job_of_two_programs(launch: Launch, tmp_path: Path, how: str) -> None:
-    train, solver = (launching.program(text, tmp_path) for text in (programs.TRAIN, programs.SOLVER))
+    train, solver = (launching.program(text, tmp_path) for text in (TRAIN, SOLVER))
     job = launch(2, [*RUN, train, *how.split(), ":", "-n", "1", sys.executable, solver, *how.split()], timeout=20)
     if how:
         assert job.returncode == 1, job
         assert "[rank 1/3] ValueError: a rank of the training" in job.stderr, job
     else:
-        assert (job.returncode, sorted(job.stdout.splitlines())) == (0, sorted(programs.TOLD)), job
+        assert (job.returncode, sorted(job.stdout.splitlines())) == (0, sorted(TOLD)), job
         assert job.stderr.strip() == "", job
 
 

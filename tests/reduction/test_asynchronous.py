@@ -303,8 +303,7 @@ ENDS = {
 }
 
 
-@pytest.mark.each_mpi
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [pytest.param(end, marks=[pytest.mark.each_mpi] * (ENDS[end][1] == 0)) for end in ENDS])
 def test_programs_end(launch: Callable[..., launching.Finished], end: str) -> None:
     body, status, words = ENDS[end]
     finished = launch(2, PROGRAM.format(tests=launching.HELPERS, body=body), timeout=60)

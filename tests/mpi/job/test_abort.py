@@ -169,9 +169,12 @@ rank = strategy.rank
 
 
 @pytest.mark.parametrize(
-    "start", [pytest.param([], marks=each_mpi, id="python"), pytest.param(RUN, id="mpistrategy run")]
+    ("how", "start"),
+    [
+        *(pytest.param(how, [], marks=each_mpi) for how in TOGETHER),
+        *((how, RUN) for how in ("one status", "caught, in a thread, or 0")),
+    ],
 )
-@pytest.mark.parametrize("how", TOGETHER)
 def test_all_ranks_end_together(launch: launching.Launch, tmp_path: Path, how: str, start: list[str]) -> None:
     code, status = TOGETHER[how]
     job = launch(2, [*start, launching.program(HEAD + code + "\n", tmp_path)], timeout=20)
