@@ -11,7 +11,7 @@ from pathlib import Path
 import launching
 import pytest
 from mpi4py import MPI
-from replicas import RANK, SIZE, outcomes, still_works
+from replicas import RANK, SIZE, all_raise, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import LaunchError
