@@ -88,11 +88,11 @@ def gives_way(user: User, job: str, grace: int = 4) -> None:
 def cut_off(user: User, job: str) -> None:
     """The network between the nodes stops for a while."""
     user.made(7)
-    user.bed.unplug("node2")
+    user.bed.plug("node2", "down")
     try:
         user.says(job, "Terminating StepId")
     finally:
-        user.bed.plug("node2")
+        user.bed.plug("node2", "up")
 
 
 def hangs(user: User, job: str) -> None:

@@ -39,7 +39,6 @@ class Figures:
     fine: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     foreign: list[str] = field(default_factory=list)
-    slowest: float = 0.0
 
     def add(self, title: str, call: Callable[[], object], most_seconds: float = MOST_SECONDS) -> bool:
         """Make a call, and note how it ends; return whether it came to a good end."""
@@ -53,7 +52,6 @@ class Figures:
             self.foreign.append(f"{title}: {type(error).__name__}: {str(error)[-600:]}")
         seconds = time.monotonic() - began
         self.foreign += [f"{title}: {seconds:.1f} s"] * (seconds > most_seconds)
-        self.slowest = max(self.slowest, seconds)
         self.read += 1
         self.fine += is_fine
         return is_fine
@@ -62,7 +60,7 @@ class Figures:
         """Return the figures as a line."""
         kinds = ", ".join(f"{name} {count}" for name, count in self.errors.most_common())
         return (
-            f"{self.read} {self.what}: {len(self.foreign)} are not as they should be, slowest {self.slowest:.2f} s; "
+            f"{self.read} {self.what}: {len(self.foreign)} are not as they should be; "
             f"{self.fine} could be read ({kinds or 'no errors'})"
         )
 

@@ -70,11 +70,6 @@ class SlurmBed:
         self._subnet = f"10.{180 + os.getpid() % 40}.{(os.getpid() // 40 + 97 * number) % 250}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What programs of this Slurm need in their environment."""
-        return {"SLURM_CONF": str(self.conf), "PATH": SEARCH}
-
     def close(self) -> None:
         """End everything that was started; the folder's files stay."""
         for process in reversed(self._processes.values()):  # a node ends with all that runs on it
@@ -90,7 +85,7 @@ class SlurmBed:
         told: Mapping[str, str] = options.pop("env", None) or os.environ  # type: ignore[assignment]
         return subprocess.run(  # type: ignore[call-overload, no-any-return]
             command,
-            env={**told, **self.environment, "PATH": f"{told.get('PATH', '')}{os.pathsep}{SEARCH}"},
+            env={**told, "SLURM_CONF": str(self.conf), "PATH": f"{told.get('PATH', '')}{os.pathsep}{SEARCH}"},
             capture_output=True,
             text=True,
             check=False,
@@ -124,13 +119,9 @@ class SlurmBed:
         """Run a program that sees the file systems of a node, without Slurm."""
         return self.run("nsenter", "-t", str(self._processes[name].pid), "--mount", *command)
 
-    def unplug(self, name: str) -> None:
-        """Let nothing that a node sends arrive, nor anything that is sent to it; nobody is told."""
-        _sh("ip", "link", "set", self._port(self.names.index(name) + 1), "down")
-
-    def plug(self, name: str) -> None:
-        """Connect a node again."""
-        _sh("ip", "link", "set", self._port(self.names.index(name) + 1), "up")
+    def plug(self, name: str, way: str) -> None:
+        """Connect a node ("up"), or let nothing that it sends or is sent arrive, and tell nobody ("down")."""
+        _sh("ip", "link", "set", self._port(self.names.index(name) + 1), way)
 
     def cut(self, name: str, silently: bool = False) -> None:
         """Make a node be gone at once, with all that runs on it; Slurm misses it after SlurmdTimeout.
@@ -139,7 +130,7 @@ class SlurmBed:
         for the others, as when its power is cut.
         """
         if silently:
-            self.unplug(name)
+            self.plug(name, "down")
         process = self._processes.pop(name)
         process.kill()
         process.wait()

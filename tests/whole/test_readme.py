@@ -1,4 +1,4 @@
-"""Every command of the README runs in a clone on a machine with nothing but python3, as root and as a user."""
+"""Every command of the README runs in a clone on a machine with nothing but python3, as a user."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from pathlib import Path
 import launching
 import pytest
 from pages import BLOCKS, ROOT, TEXTS
-from replicas import long_lane
 
 pytestmark = pytest.mark.one_rank
 
 MARK = "@@@"
-USERS = ["self"]
-if os.getuid() == 0 and shutil.which("setpriv"):
-    USERS = [pytest.param("root", marks=long_lane), "nobody"]
+NOBODY = ["setpriv", "--reuid=nobody", "--clear-groups", "--regid=nogroup"]
+#: How root becomes a user; root's own commands are those of scripts/test, which starts with the README's.
+BECOME = NOBODY if os.getuid() == 0 and shutil.which("setpriv") else []
 #: How pip finds its index; nothing else of this session's environment is there.
 KEPT = ("PIP_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_", "REQUESTS_", "UV_")
 
@@ -53,15 +52,15 @@ def bare_environment(folder: Path) -> dict[str, str]:
     return {**kept, "PATH": os.pathsep.join(found), "HOME": str(folder), "LANG": "C.UTF-8"}
 
 
-def python_for(user: list[str]) -> str:
-    """Return a Python that may be started so and can make environments; skip where there is none."""
+def python() -> str:
+    """Return a Python that the user may start and that can make environments; skip where there is none."""
     needed = "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))"
-    for python in (str(Path(sys.executable).resolve()), "/usr/bin/python3"):
+    for found in (str(Path(sys.executable).resolve()), "/usr/bin/python3"):
         # By a shell, as the commands: what setpriv starts itself, root may still read.
-        command = [*user, "bash", "-c", 'exec "$0" -c "$1"', python, needed]
+        command = [*BECOME, "bash", "-c", 'exec "$0" -c "$1"', found, needed]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-            return python
-    pytest.skip(f"no Python of 3.11 or newer for {user or 'this user'}")
+            return found
+    pytest.skip(f"no Python of 3.11 or newer for {BECOME or 'this user'}")
 
 
 def test_extras_that_are_named_exist() -> None:
@@ -73,8 +72,7 @@ def test_extras_that_are_named_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("user", USERS)
-def test_the_commands_in_a_fresh_clone(clone: Path, user: str) -> None:
+def test_the_commands_in_a_fresh_clone(clone: Path) -> None:
     if launching.IS_OPEN_MPI:
         pytest.skip("the commands bring MPICH; one session tries them")
     page = [block for block in BLOCKS if block.page == "README" and block.is_run]
@@ -84,13 +82,11 @@ def test_the_commands_in_a_fresh_clone(clone: Path, user: str) -> None:
     wanted = [(block, *each) for block in page if block.kind == "console" for each in block.commands()]
     script = "".join(f"{command}\necho; echo {MARK} $?\n" for _, command, _ in wanted)
     (clone / "commands").write_text(script, encoding="utf-8")
-    become: list[str] = []
-    if user == "nobody":
-        become = ["setpriv", "--reuid=nobody", "--clear-groups", "--regid=nogroup"]
+    if BECOME:
         subprocess.run(["chown", "-R", "nobody", str(clone)], check=True)
     job = subprocess.run(
-        [*become, "bash", str(clone / "commands")],
-        env=bare_environment(clone) | {"PYTHON": python_for(become)},
+        [*BECOME, "bash", str(clone / "commands")],
+        env=bare_environment(clone) | {"PYTHON": python()},
         cwd=clone / "clone",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

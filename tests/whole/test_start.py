@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -51,17 +50,14 @@ assert by_name.SGD.__module__ == "mpistrategy.optimizers" and Mean is mpistrateg
 assert mpistrategy.GradientBuckets is sys.modules["mpistrategy.training.gradient_buckets"].GradientBuckets
 assert pickle.loads(pickle.dumps(by_name.SGD)) is by_name.SGD
 """
-    for first in ("", "import inspect\ninspect.getmodule(inspect.currentframe())\n"):
-        subprocess.run([sys.executable, "-c", first + program], check=True, env=environment())
-    unpickle = f"import pickle; print(pickle.loads({pickle.dumps(ms.optimizers.SGD)!r}))"
-    told = subprocess.run([sys.executable, "-c", unpickle], check=True, env=environment(), stdout=subprocess.PIPE)
-    assert b"mpistrategy.optimizers.SGD" in told.stdout
-    star = "from mpistrategy.gradients import *\nassert clip_by_global_norm\n"
-    subprocess.run([sys.executable, "-c", star], check=True, env=environment())
-
-
-def environment() -> dict[str, str]:
-    return {**launching.environment(), "PYTHONPATH": os.pathsep.join([str(Path(ms.__file__).parents[1])])}
+    environment = {**launching.environment(), "PYTHONPATH": str(Path(ms.__file__).parents[1])}
+    pickled = pickle.dumps(ms.optimizers.SGD)
+    for first in (
+        "from mpistrategy.gradients import *\nassert clip_by_global_norm\n",
+        "import inspect\ninspect.getmodule(inspect.currentframe())\n",
+        f"import pickle\nassert 'mpistrategy.optimizers.SGD' in repr(pickle.loads({pickled!r}))\n",
+    ):
+        subprocess.run([sys.executable, "-c", first + program], check=True, env=environment)
 
 
 NOTHING_MORE_IS_LOADED = """
