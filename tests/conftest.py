@@ -32,7 +32,6 @@ import launching
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import still_works
 
 import mpistrategy
 from mpistrategy.mpi.watchdog.reports import wait_until_read
@@ -456,7 +455,7 @@ def _strategy_still_works(request: pytest.FixtureRequest) -> Iterator[None]:
     strategy = request.getfixturevalue("strategy") if "strategy" in request.fixturenames else None
     yield
     if strategy is not None and not request.node.stash.get(FAILED, False):
-        assert still_works(strategy)
+        assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
 
 
 @pytest.fixture
