@@ -18,7 +18,7 @@ CURES = [
     "Load your cluster's MPI module, or install an MPI into this environment: pip install mpich",
     "Without MPI, OneDeviceStrategy and mpistrategy.testing.run_replicas work.",
 ]
-LIBMPI, MPI4PY = "no MPI library (cannot load MPI library /opt/none/libmpi.so.12: ", "no mpi4py"
+LIBMPI, MPI4PY = "no MPI library (cannot load MPI library; /opt/none/libmpi.so.12: ", "no mpi4py"
 #: What is started, its status, what is missing, and how the line that says so begins.
 CASES = [
     ("-m mpistrategy run -c print(1)", 2, LIBMPI, "mpistrategy run: found "),

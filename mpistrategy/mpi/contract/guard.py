@@ -198,7 +198,8 @@ class Guard:
     def on_all(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, on ranks that have agreed on a call, before its messages.  Collective.
 
-        If it raises on a rank, all ranks raise, and the next call is like any other.
+        If it raises on a rank, all ranks raise, and the next call is like any other: where the ranks are in a `Call`,
+        whose end tells the others.
         """
         self.agreed = False  # an error goes in place of the comparison, when the call is left
         result = work()

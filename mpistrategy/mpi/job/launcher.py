@@ -215,7 +215,7 @@ def refusal_of_child(where: str, claim: Claim) -> LaunchError | None:
 def no_mpi(where: str, error: BaseException) -> LaunchError:
     """Return the error where no MPI library can be loaded: three lines, the same from everywhere."""
     is_missing = isinstance(error, ModuleNotFoundError) and error.name == "mpi4py"
-    found = "no mpi4py" if is_missing else f"no MPI library ({' '.join(str(error).split())[:300]})"
+    found = "no mpi4py" if is_missing else f"no MPI library ({'; '.join(str(error).splitlines())[:500]})"
     launch_error = LaunchError.at(where, found=found, expected="an MPI that mpi4py can load")
     launch_error.fix = (
         "Load your cluster's MPI module, or install an MPI into this environment: pip install mpich\n"

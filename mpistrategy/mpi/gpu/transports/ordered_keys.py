@@ -41,7 +41,10 @@ def in_order(cupy: Any, buffer: DeviceArray, op: str) -> Iterator[DeviceArray]:
 
 @lru_cache(maxsize=1)
 def kernels_for(cupy: Any) -> tuple[Any, Any]:
-    """Return the kernels, compiled for all floats; to be called before the ranks agree, since it may fail."""
+    """Return the kernels; to be called before the ranks agree, since it may fail.
+
+    They are compiled for all floats here; for arrays of 2 GiB and more CuPy compiles them at the first such array.
+    """
     to_keys = cupy.ElementwiseKernel("T bits, T most, T infinity, T nan", "T keys", _TO_KEYS, "keys_of_floats")
     to_floats = cupy.ElementwiseKernel("T keys, T most, T infinity, T nan", "T bits", _TO_FLOATS, "floats_of_keys")
     for dtype, *_ in _BITS.values():
