@@ -19,18 +19,15 @@ def area_files(oracle: Path = DEFAULT_ORACLE) -> list[Path]:
     return files
 
 
-def load_cases(oracle: Path = DEFAULT_ORACLE, areas: tuple[str, ...] = (), only: str = "") -> Iterator[Json]:
+def load_cases(oracle: Path = DEFAULT_ORACLE, only: str = "") -> Iterator[Json]:
     """Yield the cases of a directory, each with its `area`.
 
     Args:
         oracle: the directory of area files.
-        areas: the areas wanted; empty for all.
         only: a substring of the ids wanted.
     """
     for path in area_files(oracle):
-        for case in _cases_of(path):
-            if only in case["id"] and (not areas or case["area"] in areas):
-                yield case
+        yield from (case for case in _cases_of(path) if only in case["id"])
 
 
 def _cases_of(path: Path) -> Iterator[Json]:

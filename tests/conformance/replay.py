@@ -1,31 +1,18 @@
-"""Replays cases on ranks; rank 0 judges, and writes a line of JSON for each.
-
-As a program, on exactly the number of ranks that its cases were recorded with, real or simulated:
-
-    mpiexec -n 2 python -m conformance.replay WORK.json RESULTS.jsonl
-    python -m conformance.replay WORK.json RESULTS.jsonl --simulated 2
-
-WORK.json says which cases: {"oracle": directory, "ids": [..]}.
-"""
+"""Replays cases on ranks, exactly as many as the cases were recorded with, real or simulated; rank 0 judges."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import mpistrategy as ms
 from mpistrategy.mpi import over_threads
-from mpistrategy.testing import run_replicas
 
 from . import on_device, programs
-from .cases import load_cases
 from .environment import Env, kind_of, run_program
 from .judge import Judge, Result
 from .rules import load_table
@@ -134,25 +121,3 @@ def resynchronise(strategy: Any, case_id: str) -> None:
         except ms.errors.CollectiveMismatchError:
             continue
     raise RuntimeError(f"the ranks did not meet again after {case_id}")
-
-
-def main() -> None:
-    """Replay the work file's cases on COMM_WORLD, or on simulated ranks; append to the results file on rank 0."""
-    work, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    wanted = set(work["ids"])
-    cases = [case for case in load_cases(Path(work["oracle"])) if case["id"] in wanted]
-
-    def ended(result: Result) -> None:
-        with results.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
-
-    if sys.argv[3:4] == ["--simulated"]:
-        run_replicas(lambda: replay(cases, SimulatedRanks(), ended), int(sys.argv[4]))
-        return
-    from mpi4py import MPI
-
-    replay(cases, MpiRanks(MPI.COMM_WORLD.Dup()), ended)
-
-
-if __name__ == "__main__":
-    main()
