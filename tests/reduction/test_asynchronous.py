@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import launching
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, OnNodes, all_raise, context, new_variable, outcomes
+from replicas import RANK, RANKS, SIZE, OnNodes, all_raise, context, new_variable, outcomes, several
 
 import mpistrategy as ms
 from mpistrategy.errors import (
@@ -25,7 +26,6 @@ from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 ODD = RANK % 2
 STRATEGIES: dict[str, Callable[[], ms.Strategy]] = {
@@ -38,17 +38,15 @@ STRATEGIES: dict[str, Callable[[], ms.Strategy]] = {
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def placed(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
-    made = STRATEGIES[request.param]()
-    yield made
-    made.close()
+    with closing(STRATEGIES[request.param]()) as made:
+        yield made
 
 
 @pytest.fixture
 def apart() -> Iterator[ms.Strategy]:
     """Ranks on nodes of their own: with a background, from 2 ranks on."""
-    made = OnNodes(list(RANKS), ms.MpiAllReduce())
-    yield made
-    made.close()
+    with closing(OnNodes(list(RANKS), ms.MpiAllReduce())) as made:
+        yield made
 
 
 def started(strategy: ms.Strategy, op: Any, value: Any, **options: Any) -> AllReduceHandle:

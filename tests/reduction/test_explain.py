@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, OnNodes, context, gather_texts, outcomes, rows, same_everywhere
+from replicas import RANK, RANKS, SIZE, OnNodes, context, gather_texts, outcomes, rows, same_everywhere, several
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, trying
 from mpistrategy.testing import run_replicas
 
-several = pytest.mark.mpi(min_size=2)
 PATHS = Thresholds(2**15, 2**13, 2**18, 2**16, source="this test")
 PLACES: dict[str, list[int]] = {"one node": [0] * SIZE, "two nodes": [r % 2 for r in RANKS], "a node each": [*RANKS]}
 LARGE = np.zeros(2**20, np.float32)

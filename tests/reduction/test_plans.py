@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import launching
 import numpy as np
 import pytest
-from replicas import RANK, RANKS, SIZE, bits, context, made, outcomes, rows
+from replicas import RANK, RANKS, SIZE, bits, context, made, outcomes, rows, several
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -20,7 +21,6 @@ from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, trying
 from mpistrategy.reduction import reducer
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 THRESHOLDS = {
     "the defaults": DEFAULT,
     "everything in the window": Thresholds(64, 0, 4096, 64),
@@ -175,9 +175,7 @@ class Hashed(np.ndarray):  # as tensors of torch are
     __hash__ = object.__hash__
 
 
-class Gamma(NamedTuple):
-    shape: Any
-    rate: Any
+Gamma = namedtuple("Gamma", "shape rate")
 
 
 @pytest.mark.parametrize(
