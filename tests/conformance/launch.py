@@ -13,9 +13,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from replicas import SIZE
+
 from .cases import DEFAULT_ORACLE, load_cases
 from .judge import Result
-from .replay import MpiRanks, replay
+from .replay import Ranks, replay
 from .values import Json
 
 COLUMNS = ("passed", "deviations", "superseded", "unsupported", "failed")
@@ -43,14 +45,12 @@ def main() -> int:
 
 def replay_here(cases: list[Json], results: Path) -> None:
     """Replay the cases of this number of ranks on COMM_WORLD; rank 0 appends each result as it comes."""
-    from mpi4py import MPI
 
     def ended(result: Result) -> None:
         with results.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(result)) + "\n")
 
-    comm = MPI.COMM_WORLD.Dup()
-    replay([case for case in cases if case["num_replicas"] == comm.size], MpiRanks(comm), ended)
+    replay([case for case in cases if case["num_replicas"] == SIZE], Ranks(), ended)
 
 
 def print_report(cases: list[Json], path: Path, *, verbose: bool) -> int:

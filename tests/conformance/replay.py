@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+from replicas import RANK, gather_texts
 
 import mpistrategy as ms
 from mpistrategy.mpi import over_threads
@@ -19,53 +20,36 @@ from .rules import load_table
 from .tensorflow import program_named
 from .values import Json, UnsupportedProgramError
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["MpiRanks", "SimulatedRanks", "programs", "replay"]
+__all__ = ["Ranks", "programs", "replay", "simulated_ranks"]
 MAX_RESYNC = 100
 
 
-class MpiRanks:
-    """The ranks of an mpi4py communicator that belongs to the caller; nothing but `gather_json` uses it."""
-
-    #: Shared by all replays of this process, since strategies on the same ranks serve them all.
-    strategies: dict[Any, Any] = {}  # noqa: RUF012
-
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._comm, self.rank = comm, comm.rank
-
-    def gather_json(self, outcome: Json) -> list[Json]:
-        """Gather JSON bytes through buffer calls."""
-        data = np.frombuffer(json.dumps(outcome).encode(), np.uint8)
-        sizes = np.zeros(self._comm.size, np.int64)
-        self._comm.Allgather(np.array([data.size], np.int64), sizes)
-        received = np.empty(int(sizes.sum()), np.uint8)
-        self._comm.Allgatherv(data, [received, sizes])
-        parts = np.split(received, np.cumsum(sizes)[:-1])
-        return [json.loads(part.tobytes()) for part in parts] if self.rank == 0 else []
+#: What the cases of all replays of this process have made: strategies on the same ranks serve them all.
+STRATEGIES: dict[Any, Any] = {}
 
 
-class SimulatedRanks:
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Who takes part, as one rank sees it: those of COMM_WORLD if nothing else is said.
+
+    Attributes:
+        rank: this rank's number.
+        gather: a way to bring the texts of all ranks together that no case can disturb.
+        strategies: what the cases have made so far for the next ones.
+    """
+
+    rank: int = RANK
+    gather: Callable[[str], list[str]] = gather_texts
+    strategies: dict[Any, Any] = dataclasses.field(default_factory=lambda: STRATEGIES)
+
+
+def simulated_ranks() -> Ranks:
     """The replicas of `mpistrategy.testing.run_replicas`, seen from one of them."""
-
-    def __init__(self) -> None:
-        world = over_threads.world()
-        if world is None:
-            raise RuntimeError("SimulatedRanks are to be made in a program that run_replicas runs")
-        self._replicas = world.duplicate()
-        self.rank = self._replicas.rank
-        self.strategies: dict[Any, Any] = {}
-
-    def gather_json(self, outcome: Json) -> list[Json]:
-        """Gather the same text that would travel over MPI."""
-        texts = self._replicas.allgather_text(json.dumps(outcome))
-        return [json.loads(text) for text in texts] if self.rank == 0 else []
-
-
-#: Who takes part: a rank's number, what its cases have made so far for the next ones, and a way to bring outcomes
-#: together that no case can disturb.
-Ranks = MpiRanks | SimulatedRanks
+    world = over_threads.world()
+    if world is None:
+        raise RuntimeError("simulated ranks are those of a program that run_replicas runs")
+    replicas = world.duplicate()
+    return Ranks(replicas.rank, replicas.allgather_text, {})
 
 
 def replay(cases: list[Json], ranks: Ranks, ended: Callable[[Result], None] = lambda result: None) -> list[Result]:
@@ -87,10 +71,10 @@ def replay(cases: list[Json], ranks: Ranks, ended: Callable[[Result], None] = la
     for case in cases:
         if on_device.is_left_out(case["id"]):
             continue
-        outcomes = ranks.gather_json(replay_one(case, ranks))
+        texts = ranks.gather(json.dumps(replay_one(case, ranks)))
         if ranks.rank == 0:
             twins = [twin for twin in by_name[case["id"].partition("@")[0]] if kind_of(twin) != kind_of(case)]
-            results.append(judge.verdict(case, outcomes, twins))
+            results.append(judge.verdict(case, [*map(json.loads, texts)], twins))
             ended(results[-1])
     return results
 
