@@ -18,7 +18,6 @@ from mpistrategy.errors import (
     CollectiveMismatchError,
     DTypeError,
     OptionTypeError,
-    ReduceOpError,
     UnsupportedError,
 )
 from mpistrategy.mpi.over_mpi.background import Background
@@ -128,9 +127,7 @@ def ends_of(strategy: ms.Strategy, calls: Sequence[dict[str, Any]]) -> list[Call
 
 MISTAKES: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception]]] = {
     "text among the values": (lambda: {"op": "SUM", "value": "text"}, DTypeError),
-    "no operation": (lambda: {"op": "TIMES", "value": 1.0}, ReduceOpError),
     "a name that is none": (lambda: {"op": "SUM", "value": 1.0, "name": 3}, OptionTypeError),
-    "nothing": (lambda: {"op": "SUM", "value": {}}, ValueError),
     "out of another shape": (lambda: {"op": "SUM", "value": np.ones(2), "out": np.ones(3)}, ValueError),
 }
 

@@ -70,20 +70,13 @@ def test_one_place_in_the_program_that_sees_many_kinds(strategy: ms.Strategy) ->
 A, B = np.arange(6.0), {"a": 1.0, "b": 2.0}
 DIFFERENT: list[tuple[Any, Any]] = [
     (A, A.astype(np.float32)),
-    (A, A.reshape(2, 3)),
     (A, [A]),
-    (A, np.arange(60_000.0)),
     (np.arange(60_000.0), np.arange(60_001.0)),
     (1.0, 1),
     (1.0, np.float32(1)),
-    (1.0, np.ones(1)),
-    ([1.0], (1.0,)),
-    (B, {"a": 1.0, "c": 2.0}),
     (B, {"a": 1.0, "b": 2}),
-    (B, {"a": 1.0, "b": [2.0]}),
     ({1: 1.0}, {True: 1.0}),
     ({1: 1.0}, {1.0: 1.0}),
-    ({"1": 1.0}, {1: 1.0}),
     ([A] * 20, [A] * 21),
     ([A] * 20, [A] * 19 + [A.reshape(6, 1)]),
 ]

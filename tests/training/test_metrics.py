@@ -117,13 +117,6 @@ def test_a_loop_without_steps_adds_what_each_rank_has(strategy: ms.Strategy, mea
     assert mean.result() == pytest.approx(np.mean(everything))
 
 
-def test_on_one_device_a_metric_just_counts() -> None:
-    with ms.OneDeviceStrategy().scope():
-        mean = metrics.Mean()
-    mean.update_state([1.0, 2.0, 6.0])
-    assert mean.result() == 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
