@@ -11,26 +11,18 @@ from .values import Json
 DEFAULT_ORACLE = Path(__file__).with_name("cases")
 
 
-def area_files(oracle: Path = DEFAULT_ORACLE) -> list[Path]:
-    """Return the area files of a directory: a case a line (.jsonl), or one object with the area's cases (.json)."""
-    files = sorted([*oracle.glob("*.jsonl"), *oracle.glob("*.json")])
-    if not files:
-        raise FileNotFoundError(f"no *.jsonl and no *.json in {oracle}")
-    return files
-
-
-def load_cases(oracle: Path = DEFAULT_ORACLE, areas: tuple[str, ...] = (), only: str = "") -> Iterator[Json]:
+def load_cases(oracle: Path = DEFAULT_ORACLE, only: str = "") -> Iterator[Json]:
     """Yield the cases of a directory, each with its `area`.
 
     Args:
-        oracle: the directory of area files.
-        areas: the areas wanted; empty for all.
+        oracle: the directory of area files: a case a line (.jsonl), or one object with the area's cases (.json).
         only: a substring of the ids wanted.
     """
-    for path in area_files(oracle):
-        for case in _cases_of(path):
-            if only in case["id"] and (not areas or case["area"] in areas):
-                yield case
+    files = sorted([*oracle.glob("*.jsonl"), *oracle.glob("*.json")])
+    if not files:
+        raise FileNotFoundError(f"no *.jsonl and no *.json in {oracle}")
+    for path in files:
+        yield from (case for case in _cases_of(path) if only in case["id"])
 
 
 def _cases_of(path: Path) -> Iterator[Json]:

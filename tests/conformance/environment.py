@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import host_array, is_on_device
 
 from . import on_device
 from .values import Caught, Json, Raw, decode, encode, encode_error, nested
@@ -143,7 +143,7 @@ class Env:
 def constant(value: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
     """tf.constant: an array; Python floats become float32, Python ints int32, as TensorFlow chooses."""
     given = is_on_device(value) or isinstance(value, (np.ndarray, np.generic))
-    array = np.asarray(on_device.host(value), dtype=dtype)
+    array = np.asarray(host_array(value), dtype=dtype)
     return on_device.place(array if given or dtype else array.astype(DEFAULTS.get(array.dtype, array.dtype)))
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array
-
 MODE = os.environ.get("CONFORMANCE_GPU", "")
 #: What these cases show has the names of CPUs in it.
 _OF_CPUS = (
@@ -44,8 +42,3 @@ def is_left_out(case_id: str) -> bool:
 def devices(usual: Any, gpus: str = "shared") -> Any:
     """Return what a strategy of these cases is made with: GPUs, which ranks may share, or what is usual."""
     return gpus if MODE else usual
-
-
-def host(value: Any) -> np.ndarray[Any, Any]:
-    """Return an array, or a variable's copy, as a NumPy array."""
-    return host_array(value)

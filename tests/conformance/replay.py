@@ -1,84 +1,55 @@
-"""Replays cases on ranks; rank 0 judges, and writes a line of JSON for each.
-
-As a program, on exactly the number of ranks that its cases were recorded with, real or simulated:
-
-    mpiexec -n 2 python -m conformance.replay WORK.json RESULTS.jsonl
-    python -m conformance.replay WORK.json RESULTS.jsonl --simulated 2
-
-WORK.json says which cases: {"oracle": directory, "ids": [..]}.
-"""
+"""Replays cases on ranks, exactly as many as the cases were recorded with, real or simulated; rank 0 judges."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+from replicas import RANK, gather_texts
 
 import mpistrategy as ms
 from mpistrategy.mpi import over_threads
-from mpistrategy.testing import run_replicas
 
 from . import on_device, programs
-from .cases import load_cases
 from .environment import Env, kind_of, run_program
 from .judge import Judge, Result
 from .rules import load_table
 from .tensorflow import program_named
 from .values import Json, UnsupportedProgramError
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["MpiRanks", "SimulatedRanks", "programs", "replay"]
+__all__ = ["Ranks", "programs", "replay", "simulated_ranks"]
 MAX_RESYNC = 100
 
 
-class MpiRanks:
-    """The ranks of an mpi4py communicator that belongs to the caller; nothing but `gather_json` uses it."""
-
-    #: Shared by all replays of this process, since strategies on the same ranks serve them all.
-    strategies: dict[Any, Any] = {}  # noqa: RUF012
-
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._comm, self.rank = comm, comm.rank
-
-    def gather_json(self, outcome: Json) -> list[Json]:
-        """Gather JSON bytes through buffer calls."""
-        data = np.frombuffer(json.dumps(outcome).encode(), np.uint8)
-        sizes = np.zeros(self._comm.size, np.int64)
-        self._comm.Allgather(np.array([data.size], np.int64), sizes)
-        received = np.empty(int(sizes.sum()), np.uint8)
-        self._comm.Allgatherv(data, [received, sizes])
-        parts = np.split(received, np.cumsum(sizes)[:-1])
-        return [json.loads(part.tobytes()) for part in parts] if self.rank == 0 else []
+#: What the cases of all replays of this process have made: strategies on the same ranks serve them all.
+STRATEGIES: dict[Any, Any] = {}
 
 
-class SimulatedRanks:
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Who takes part, as one rank sees it: those of COMM_WORLD if nothing else is said.
+
+    Attributes:
+        rank: this rank's number.
+        gather: a way to bring the texts of all ranks together that no case can disturb.
+        strategies: what the cases have made so far for the next ones.
+    """
+
+    rank: int = RANK
+    gather: Callable[[str], list[str]] = gather_texts
+    strategies: dict[Any, Any] = dataclasses.field(default_factory=lambda: STRATEGIES)
+
+
+def simulated_ranks() -> Ranks:
     """The replicas of `mpistrategy.testing.run_replicas`, seen from one of them."""
-
-    def __init__(self) -> None:
-        world = over_threads.world()
-        if world is None:
-            raise RuntimeError("SimulatedRanks are to be made in a program that run_replicas runs")
-        self._replicas = world.duplicate()
-        self.rank = self._replicas.rank
-        self.strategies: dict[Any, Any] = {}
-
-    def gather_json(self, outcome: Json) -> list[Json]:
-        """Gather the same text that would travel over MPI."""
-        texts = self._replicas.allgather_text(json.dumps(outcome))
-        return [json.loads(text) for text in texts] if self.rank == 0 else []
-
-
-#: Who takes part: a rank's number, what its cases have made so far for the next ones, and a way to bring outcomes
-#: together that no case can disturb.
-Ranks = MpiRanks | SimulatedRanks
+    world = over_threads.world()
+    if world is None:
+        raise RuntimeError("simulated ranks are those of a program that run_replicas runs")
+    replicas = world.duplicate()
+    return Ranks(replicas.rank, replicas.allgather_text, {})
 
 
 def replay(cases: list[Json], ranks: Ranks, ended: Callable[[Result], None] = lambda result: None) -> list[Result]:
@@ -100,10 +71,10 @@ def replay(cases: list[Json], ranks: Ranks, ended: Callable[[Result], None] = la
     for case in cases:
         if on_device.is_left_out(case["id"]):
             continue
-        outcomes = ranks.gather_json(replay_one(case, ranks))
+        texts = ranks.gather(json.dumps(replay_one(case, ranks)))
         if ranks.rank == 0:
             twins = [twin for twin in by_name[case["id"].partition("@")[0]] if kind_of(twin) != kind_of(case)]
-            results.append(judge.verdict(case, outcomes, twins))
+            results.append(judge.verdict(case, [*map(json.loads, texts)], twins))
             ended(results[-1])
     return results
 
@@ -134,25 +105,3 @@ def resynchronise(strategy: Any, case_id: str) -> None:
         except ms.errors.CollectiveMismatchError:
             continue
     raise RuntimeError(f"the ranks did not meet again after {case_id}")
-
-
-def main() -> None:
-    """Replay the work file's cases on COMM_WORLD, or on simulated ranks; append to the results file on rank 0."""
-    work, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    wanted = set(work["ids"])
-    cases = [case for case in load_cases(Path(work["oracle"])) if case["id"] in wanted]
-
-    def ended(result: Result) -> None:
-        with results.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
-
-    if sys.argv[3:4] == ["--simulated"]:
-        run_replicas(lambda: replay(cases, SimulatedRanks(), ended), int(sys.argv[4]))
-        return
-    from mpi4py import MPI
-
-    replay(cases, MpiRanks(MPI.COMM_WORLD.Dup()), ended)
-
-
-if __name__ == "__main__":
-    main()

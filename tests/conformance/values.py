@@ -14,6 +14,7 @@ Not-a-number and the infinities are strings; complex numbers are ``{"re", "im"}`
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import host_array, is_on_device
 
 from . import on_device
 
@@ -43,18 +44,18 @@ class UnsupportedProgramError(BaseException):
     """
 
 
+@dataclasses.dataclass(frozen=True)
 class Caught:
     """An exception that a program caught and reports as an observation."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
 
+@dataclasses.dataclass(frozen=True)
 class Raw:
     """An observation that is already in the recordings' spelling."""
 
-    def __init__(self, value: Json) -> None:
-        self.value = value
+    value: Json
 
 
 # ------------------------------------------------------------------------------------------------ decoding
@@ -137,7 +138,7 @@ def encode(value: Any) -> Json:
             lives_on = getattr(value, "_lives_on", "another rank")
             return encode(value.values[0]) if value.values else {"elsewhere": lives_on}
         case ms.Variable():
-            return _encode_array("variable", on_device.host(value.local_copy()))
+            return _encode_array("variable", host_array(value.local_copy()))
         case ms.IndexedSlices():
             names = ("values", "indices", "dense_shape")
             return {"IndexedSlices": {name: encode(getattr(value, name)) for name in names}}
@@ -154,7 +155,7 @@ def encode(value: Any) -> Json:
         case enum.Enum():
             return {"enum": f"{type(value).__name__}.{value.name}"}
     if isinstance(value, np.ndarray) or is_on_device(value):
-        return _encode_array("ndarray", on_device.host(value))
+        return _encode_array("ndarray", host_array(value))
     return {"object": type(value).__name__}
 
 
@@ -183,7 +184,7 @@ def _encode_array(key: str, array: np.ndarray[Any, Any]) -> Json:
 
 def nested(value: Any) -> Json:
     """Return the numbers of an array as nested lists, without dtype and shape."""
-    array = on_device.host(value)
+    array = host_array(value)
     return _number(array[()]) if array.ndim == 0 else [nested(row) for row in array]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,9 +102,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own(rows: int, size: i
 # ------------------------------------------------------------------------------------------- what a batch may be
 
 
-class Batch(NamedTuple):
-    x: Any
-    y: Any
+Batch = namedtuple("Batch", "x y")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import DTYPES, RANK, SIZE, all_raise, outcomes
+from replicas import DTYPES, RANK, SIZE, all_raise, outcomes, several
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -20,7 +20,6 @@ from mpistrategy.input.first_batches import MOST_BYTES
 from mpistrategy.objects.shown import ranks_in_words
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 LAST = SIZE - 1
 ODD = RANK == LAST  # the rank that has something else than the others

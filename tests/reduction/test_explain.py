@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, OnNodes, context, gather_texts, outcomes, rows, same_everywhere
+from replicas import RANK, RANKS, SIZE, OnNodes, context, gather_texts, outcomes, rows, same_everywhere, several
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, trying
 from mpistrategy.testing import run_replicas
 
-several = pytest.mark.mpi(min_size=2)
 PATHS = Thresholds(2**15, 2**13, 2**18, 2**16, source="this test")
 PLACES: dict[str, list[int]] = {"one node": [0] * SIZE, "two nodes": [r % 2 for r in RANKS], "a node each": [*RANKS]}
 LARGE = np.zeros(2**20, np.float32)
@@ -86,12 +85,6 @@ ANSWERS: dict[str, tuple[str, Any, Callable[[ms.Strategy], str], list[str]]] = {
     "between nodes": (
         "two nodes", ms.MpiAllReduce, lambda s: s.explain(LARGE), [f"on {SIZE} ranks of 2 nodes", BETWEEN],
     ),
-    "small, between nodes": (
-        "two nodes", ms.MpiAllReduce, lambda s: s.explain([np.zeros(1000)]), [": by MPI's Allreduce\n"],
-    ),
-    "a number between nodes": (
-        "two nodes", ms.MpiAllReduce, lambda s: s.explain(1), ["in the first message of the call, with its check"],
-    ),
     "another dtype between them": (
         "two nodes", ms.MpiAllReduce,
         lambda s: s.explain(LARGE, options=ms.CommunicationOptions(wire="bfloat16")), ["as bfloat16"],
@@ -112,13 +105,6 @@ ANSWERS: dict[str, tuple[str, Any, Callable[[ms.Strategy], str], list[str]]] = {
     "one dtype a pack": (
         "one node", ms.ReductionToOneDevice, lambda s: s.explain([np.zeros(1, np.float32), np.zeros(1)] * 10),
         ["10 arrays in 1 buffer, float32, 40 B: ", "10 arrays in 1 buffer, float64, 80 B: "],
-    ),
-    "ordered": (
-        "one node", ms.OrderedAllReduce, lambda s: s.explain([LARGE, 1.0]),
-        ["by OrderedAllReduce", "through memory of the node"],
-    ),
-    "ordered, between nodes": (
-        "two nodes", ms.OrderedAllReduce, lambda s: s.explain([LARGE]), ["by OrderedAllReduce", "from rank to rank"],
     ),
     "an algorithm of one's own": (
         "one node", Own, lambda s: s.explain([SMALL, 1]), ["Own reduces them: its routes are not known"],

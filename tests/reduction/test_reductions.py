@@ -244,14 +244,6 @@ def test_a_scalar_stays_a_scalar_and_an_array_an_array(
         assert type(component) is sum_type
 
 
-def test_containers_and_variables_are_read(strategy: ms.Strategy) -> None:
-    variable = new_variable(strategy, np.ones(2))
-    parts = strategy.experimental_distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
-    assert strategy.reduce("SUM", parts) == sum(RANKS)
-    assert strategy.run(lambda part: context().all_reduce("SUM", part), args=(parts,)) == sum(RANKS)
-    np.testing.assert_array_equal(all_reduce(strategy, "SUM", variable), [SIZE, SIZE])
-
-
 def test_a_mirrored_value_is_its_own_mean_and_has_no_sum(strategy: ms.Strategy) -> None:
     mirrored = strategy.extended.broadcast_to(np.array([RANK, 5.0]), "CPU:0")
     for reduce in (all_reduce, lambda strategy, *given: strategy.reduce(*given)):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, RANKS, SIZE, OnNodes, in_step, new_variable, outcomes, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, in_step, new_variable, outcomes, several, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 
 class Counting(ms.ReductionToOneDevice):
@@ -60,12 +60,9 @@ def ways_of(strategy: ms.Strategy) -> dict[str, Callable[[], Any]]:
 
 @pytest.fixture(scope="module", params=["one node", "nodes"])
 def fresh(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
-    made: ms.Strategy = ms.MirroredStrategy()
-    if request.param == "nodes":
-        made.close()
-        made = OnNodes([2 * rank // SIZE for rank in RANKS], ms.MpiAllReduce())
-    yield made
-    made.close()
+    node_of = [2 * rank // SIZE for rank in RANKS]
+    with closing(OnNodes(node_of, ms.MpiAllReduce()) if request.param == "nodes" else ms.MirroredStrategy()) as made:
+        yield made
 
 
 def test_an_algorithm_that_is_set_serves_every_way_from_then_on(fresh: ms.Strategy) -> None:

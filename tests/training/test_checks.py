@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +21,8 @@ pytestmark = pytest.mark.mpi
 FIRST, SECOND, SHAPES = np.full(3, RANK + 1.0), np.ones((4, 2)), [((3,), "float64"), ((4, 2), "float64")]
 
 
-class Variables(NamedTuple):
-    """The variables that a step is about."""
-
-    first: ms.Variable
-    second: ms.Variable
-    twin: ms.Variable
-    integer: ms.Variable
-    foreign: ms.Variable
+#: The variables that a step is about.
+Variables = namedtuple("Variables", "first second twin integer foreign")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from optimizing import gradients_for, model, state
-from replicas import RANK, RANKS, SIZE, OnNodes, all_raise, outcomes, same_everywhere, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, all_raise, outcomes, same_everywhere, several, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -17,7 +17,6 @@ from mpistrategy.optimizers import SGD, Adam
 from mpistrategy.training.gradient_buckets import GradientBuckets
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +109,12 @@ def test_ranks_that_cut_differently_are_refused(place: ms.Strategy) -> None:
 # ------------------------------------------------------------------------------------- with every algorithm
 
 
-class Own(ms.CrossDeviceOps):
+class Own(ms.MpiAllReduce):
     """An algorithm of a program's own, which asks for its strategy as it may in a step."""
 
-    def reduce_implementation(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        return self.batch_reduce_implementation(reduce_op, [(value, destinations)], options)[0]
-
-    def batch_reduce_implementation(self, reduce_op: Any, pairs: Any, options: Any) -> Any:
+    def batch_reduce_implementation(self, *args: Any) -> Any:
         assert ms.get_strategy().num_replicas_in_sync == SIZE
-        return ms.MpiAllReduce().batch_reduce(reduce_op, pairs, options)
+        return super().batch_reduce_implementation(*args)
 
 
 LAST = f"task:{SIZE - 1}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from replicas import (
     new_variable,
     outcomes,
     same_everywhere,
+    several,
 )
 
 import mpistrategy as ms
@@ -29,7 +31,6 @@ from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.optimizers import SGD
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 
 SHAPES: list[tuple[tuple[int, ...], str]] = [
     ((4, 5), "float32"),
@@ -42,9 +43,8 @@ SHAPES: list[tuple[tuple[int, ...], str]] = [
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[ms.Strategy]:
     """As many ranks as there are, every second one as if on another node."""
-    made = OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())
-    yield made
-    made.close()
+    with closing(OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())) as made:
+        yield made
 
 
 class Training:

@@ -14,10 +14,9 @@ from conformance.cases import load_cases
 from conformance.compare import Tolerance, differences
 from conformance.environment import kind_of
 from conformance.judge import Judge
-from conformance.replay import MpiRanks, SimulatedRanks, replay
+from conformance.replay import Ranks, replay, simulated_ranks
 from conformance.rules import TABLE, Rule, load_table
 from conformance.values import encode, leaves, local_view
-from mpi4py import MPI
 from replicas import RANK, SIZE
 
 from mpistrategy.testing import run_replicas
@@ -37,14 +36,12 @@ needs_cases = pytest.mark.skipif(not OF_SIZE, reason="nothing was recorded with 
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")  # some cases make variables there
 def test_recorded_cases_hold_on_mpi_and_on_simulated_ranks_alike() -> None:
-    comm = MPI.COMM_WORLD.Dup()
-    real = replay(OF_SIZE, MpiRanks(comm))
-    comm.Free()
+    real = replay(OF_SIZE, Ranks())
     if RANK == 0:
         wrong = [result for result in real if result.verdict in ("failed", "unsupported")]
         assert not wrong, "\n".join(f"{result.case_id}: {'; '.join(result.details)}" for result in wrong)
         every = 1 if len(OF_SIZE) < 500 else 3
-        simulated = run_replicas(lambda: replay(OF_SIZE[::every], SimulatedRanks()), SIZE)[0]
+        simulated = run_replicas(lambda: replay(OF_SIZE[::every], simulated_ranks()), SIZE)[0]
         verdicts = {result.case_id: (result.verdict, result.rule) for result in real}
         assert {result.case_id: (result.verdict, result.rule) for result in simulated}.items() <= verdicts.items()
         assert len(simulated) == len(OF_SIZE[::every])
@@ -102,7 +99,7 @@ def shift_slot(record: Json) -> None:
 def test_a_spoilt_recording_fails(program: str, inputs: Json, spoil: Callable[[Json], Any]) -> None:
     """End to end: the same replay that passes says no when the recording says something else."""
     case = first(program, **inputs)
-    results = replay([case, spoilt(case, spoil)], MpiRanks(MPI.COMM_WORLD))
+    results = replay([case, spoilt(case, spoil)], Ranks())
     if RANK == 0:
         assert [result.verdict for result in results] == ["passed", "failed"]
 
@@ -115,7 +112,7 @@ def test_a_spoilt_recording_fails(program: str, inputs: Json, spoil: Callable[[J
 )
 def test_what_is_not_known_is_unsupported(unknown: Json) -> None:
     case = {**first("all_reduce"), **unknown}
-    results = replay([case], MpiRanks(MPI.COMM_WORLD))
+    results = replay([case], Ranks())
     assert [result.verdict for result in results] == ["unsupported"] * (RANK == 0)
 
 

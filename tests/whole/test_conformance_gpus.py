@@ -8,8 +8,7 @@ import gpu_here
 import pytest
 from conformance import on_device
 from conformance.cases import load_cases
-from conformance.replay import MpiRanks, replay
-from mpi4py import MPI
+from conformance.replay import Ranks, replay
 from replicas import ALL, RANK, SIZE
 
 #: The short lane replays every so many cases.
@@ -23,11 +22,8 @@ EVERY = 1 if ALL or gpu_here.IS_GPU else 8
 @pytest.mark.skipif(not gpu_here.IS_HERE, reason="needs CuPy and a GPU, or its stand-in")
 def test_recorded_cases_hold_in_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device, "MODE", "cupy")
-    monkeypatch.setattr(MpiRanks, "strategies", {})  # those of other tests are on CPUs
     cases = [case for case in load_cases() if case["num_replicas"] == SIZE][::EVERY]
-    comm = MPI.COMM_WORLD.Dup()
-    results = replay(cases, MpiRanks(comm))
-    comm.Free()
+    results = replay(cases, Ranks(strategies={}))  # those of other tests are on CPUs
     if RANK == 0:
         counts = Counter(result.verdict for result in results)
         print(f"conformance in GPU memory: {dict(counts)}")

@@ -78,23 +78,22 @@ class Adagrad(Optimizer):
         return any_array(self.learning_rate * gradient / np.sqrt(accumulator))
 
 
-class AdamOf(Adam):
-    """Adam whose betas' powers are float32's: compat.v1's product, in which 1 - 0.999^t has few digits left; or
-    Keras's power."""
+class AdamV1(Adam):
+    """compat.v1's Adam: the betas' powers are products in float32, in which 1 - 0.999^t has few digits left."""
 
-    power: Callable[[float, int], float]
+    def power(self, beta: Any, t: int) -> Any:
+        return np.float64(np.multiply.reduce(np.full(t, beta)))
 
     def step_size(self, t: int) -> float:
-        b1, b2 = (type(self).power(np.float32(beta), t) for beta in (self.beta_1, self.beta_2))
+        b1, b2 = (self.power(np.float32(beta), t) for beta in (self.beta_1, self.beta_2))
         return float(self.learning_rate * np.sqrt(1 - b2) / (1 - b1))
 
 
-class AdamV1(AdamOf):
-    power = staticmethod(lambda beta, t: np.float64(np.multiply.reduce(np.full(t, beta, np.float32))))
+class AdamKeras(AdamV1):
+    """Keras's Adam: powers of betas that float32 has rounded."""
 
-
-class AdamKeras(AdamOf):
-    power = staticmethod(lambda beta, t: np.power(np.float64(beta), t))
+    def power(self, beta: Any, t: int) -> Any:
+        return np.power(np.float64(beta), t)
 
 
 def optimizer_of(p: Inputs, *, keras: bool) -> Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,11 @@ def in_context(env: Env, where: str, v: ms.Variable, function: Callable[[Any], A
 
 def in_another_strategy(env: Env, where: str, call: Callable[[], Any]) -> Any:
     """Call in the scope or in a step function of another strategy."""
-    other = env.new_strategy()
-    try:
+    with closing(env.new_strategy()) as other:
         if where == "other_run":
             return env.attempt(other.run, call)
         with other.scope():
             return env.attempt(call)
-    finally:
-        other.close()
 
 
 # ------------------------------------------------------------------------------------------------ reads

@@ -29,6 +29,7 @@ from replicas import (
     new_variable,
     outcomes,
     rows,
+    several,
     value_of,
 )
 
@@ -40,7 +41,6 @@ from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.reduction.arena import Arena
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 COUNT = 300_000
 
 
