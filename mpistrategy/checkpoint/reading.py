@@ -141,7 +141,8 @@ class Reading:
         self.own_arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
         folder, _, data = text.partition(b"\0")
-        self._folder, self.manifest = os.fsdecode(folder), parse(data, path)
+        self._folder = os.fsdecode(folder)
+        self.manifest: Manifest = parse(data, path)
         self._readers, _ = places(communicator.node_of, len(self.manifest.shards))
         self.own_table: Array = np.array(self.manifest.own or np.empty((3, 0)), np.int64)
         self.own_table[0] = np.array(self._readers)[self.own_table[0]]

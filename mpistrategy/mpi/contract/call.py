@@ -58,7 +58,8 @@ class Call(CurrentCall):
         if guard.closed:
             raise guard.refusal(where)
         self.where = where
-        self.guard, self._called, self._anywhere = guard, called, anywhere or bool(called)
+        self.guard: Guard = guard
+        self._called, self._anywhere = called, anywhere or bool(called)
         if structure:
             self.structure = structure
         if called and isinstance(called, str):
