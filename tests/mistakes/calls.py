@@ -38,7 +38,6 @@ AT_ONE_PLACE: dict[str, Mistake] = {
     "two swapped through a helper of a helper": lambda p, wrong: p.step(
         lambda _: (allsum_of(1.0), allsum_of(2.0)) if wrong else (allsum_of(1.0), allsum_of(2.0))
     ),
-    "a transposed shape": lambda p, wrong: p.sum(np.ones((3, 2) if wrong else (2, 3))),
     "a shape by one element": lambda p, wrong: p.sum(np.ones(500_001 if wrong else 500_000)),
     "another wire": lambda p, wrong: p.sum(
         np.ones(3), options=ms.CommunicationOptions(wire="bfloat16" if wrong else None)

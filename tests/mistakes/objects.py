@@ -65,10 +65,6 @@ REPORTED: dict[str, Mistake] = {
     "named variables in another order": lambda p, wrong: [
         _new(p, name=name) for name in _in_order(("first", "second"), wrong)
     ],
-    "another policy": lambda p, wrong: _new(p, aggregation="MEAN" if wrong else "SUM"),
-    "another synchronization": lambda p, wrong: _new(p, synchronization="ON_READ" if wrong else "ON_WRITE"),
-    "a variable of another dtype": lambda p, wrong: _new(p, np.zeros(3, np.complex128 if wrong else np.float64)),
-    "a variable of another shape": lambda p, wrong: _new(p, np.zeros((2 if wrong else 1, 3))),
     "assignments swapped between two variables": lambda p, wrong: p.step(
         lambda _: [variable.assign(np.ones(3)) for variable in _in_order(_variables(p), wrong)] and None
     ),
@@ -96,12 +92,6 @@ REPORTED: dict[str, Mistake] = {
     "another object saved": lambda p, wrong: _saved(p, v=_in_order(_variables(p), wrong)[0]),
     "the same objects swapped": lambda p, wrong: _saved(p, **_by_name(_in_order(_variables(p), wrong))),
     "another folder": lambda p, wrong: _saved(p, "odd" if wrong else "even", v=p.variable()),
-    "assert mirrored of a subset": lambda p, wrong: p.strategy.assert_mirrored(
-        list(_variables(p))[: 1 if wrong else 2]
-    ),
-    "assert mirrored of swapped variables": lambda p, wrong: p.strategy.assert_mirrored(
-        _in_order(_variables(p), wrong)
-    ),
 }
 for _name, _made in REPORTED.items():
     add(_name, _made)

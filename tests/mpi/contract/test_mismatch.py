@@ -56,12 +56,9 @@ DIFFERENCES: list[tuple[str, Any, list[str]]] = [
     ("keys", all_reduce({"a": 1.0}, {"b": 1.0}), ["structure", "'a'", "'b'"]),
     ("number of leaves", all_reduce([1.0], [1.0, 2.0]), ["structure", "[*]", "[*,*]"]),
     ("dtype", all_reduce(ONES, ONES.astype("f4")), ["values", "float64[3]", "float32[3]"]),
-    ("signedness", all_reduce(np.ones(3, "i4"), np.ones(3, "u4")), ["values", "int32", "uint32"]),
     ("int and float", all_reduce(1, 1.0), ["values", "int64", "float64"]),
     ("shape", all_reduce(ONES, np.ones((1, 3))), ["values", "[3]", "[1, 3]"]),
-    ("length", all_reduce(ONES, np.ones(4)), ["values", "[3]", "[4]"]),
     ("empty", all_reduce(ONES, np.ones(0)), ["values", "[3]", "[0]"]),
-    ("order of values", all_reduce([ONES, 1.0], [1.0, ONES]), ["values", "float64[3]"]),
     ("op", all_reduce(ONES, ONES, "SUM", "MEAN"), ["op", "SUM", "MEAN"]),
     ("name", all_reduce(ONES, ONES, name="odd" if ODD else "even"), ["name", "odd", "even"]),
     (
@@ -80,7 +77,6 @@ DIFFERENCES: list[tuple[str, Any, list[str]]] = [
         ),
         ["call", "ReplicaContext.all_reduce", "ReplicaContext.all_gather"],
     ),
-    ("reduce, gather", either(lambda s, v: s.reduce("SUM", ONES), lambda s, v: s.gather(ONES, 0)), ["call", "gather"]),
     (
         "with and without axis",
         either(lambda s, v: s.reduce("SUM", ONES), lambda s, v: s.reduce("SUM", ONES, axis=0)),
