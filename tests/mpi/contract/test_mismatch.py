@@ -58,7 +58,6 @@ DIFFERENCES: list[tuple[str, Any, list[str]]] = [
     ("dtype", all_reduce(ONES, ONES.astype("f4")), ["values", "float64[3]", "float32[3]"]),
     ("int and float", all_reduce(1, 1.0), ["values", "int64", "float64"]),
     ("shape", all_reduce(ONES, np.ones((1, 3))), ["values", "[3]", "[1, 3]"]),
-    ("empty", all_reduce(ONES, np.ones(0)), ["values", "[3]", "[0]"]),
     ("op", all_reduce(ONES, ONES, "SUM", "MEAN"), ["op", "SUM", "MEAN"]),
     ("name", all_reduce(ONES, ONES, name="odd" if ODD else "even"), ["name", "odd", "even"]),
     (
@@ -107,7 +106,6 @@ DIFFERENCES: list[tuple[str, Any, list[str]]] = [
     ("shape of a broadcast", lambda s, v: s.extended.broadcast_to(np.ones(3 + ODD), v[0]), ["values", "[4]"]),
     ("other axes of a gather", lambda s, v: s.gather(np.ones((2, 3 + ODD)), 0), ["values"]),
     ("axes of a gather", lambda s, v: s.gather(np.ones((2, 2)), int(ODD)), ["op"]),
-    ("dtype of a gather", lambda s, v: s.gather(ONES.astype("f4" if ODD else "f8"), 0), ["values", "float32"]),
     ("op along an axis", lambda s, v: s.reduce("MEAN" if ODD else "SUM", ONES, axis=0), ["structure"]),
     ("bytes and strings", lambda s, v: s.gather(np.array([b"ab"] if ODD else ["ab"]), 0), ["values"]),
     ("width of strings", lambda s, v: s.gather(np.array(["a" * (1 + ODD)]), 0), ["values"]),
@@ -144,7 +142,6 @@ DIFFERENCES: list[tuple[str, Any, list[str]]] = [
     ("None along no axis", lambda s, v: s.reduce("SUM", [1.0, None] if ODD else [1.0, 2.0]), ["None as leaf 1"]),
     ("exclusive", lambda s, v: s.run(lambda: context().scan("SUM", 1.0, ODD)), ["SUM, exclusive"]),
     ("shape of a root's value", lambda s, v: s.broadcast(np.ones(3 + ODD)), ["values", "[4]"]),
-    ("dtype of a root's value", lambda s, v: s.broadcast(np.ones(3, "f4" if ODD else "f8")), ["values", "float32"]),
     ("structure of a root's value", lambda s, v: s.broadcast([1.0] if ODD else (1.0,)), ["structure"]),
     ("root", lambda s, v: s.broadcast(1.0, int(ODD)), ["op"]),
     ("shape of a variable", created(np.zeros(2), np.zeros(3)), ["values", "float64[2]", "float64[3]"]),
@@ -154,7 +151,6 @@ DIFFERENCES: list[tuple[str, Any, list[str]]] = [
     ("name of a variable", created(name="odd" if ODD else "even"), ["name", "odd", "even"]),
     ("a variable and a reduction", either(created(), lambda s, v: s.reduce("SUM", 0.0)), ["Variable", "reduce"]),
     ("variables to compare", lambda s, v: s.assert_mirrored([v[ODD]]), ["structure", "weights", "bias"]),
-    ("some to compare", lambda s, v: s.assert_mirrored(list(v[ODD:])), ["structure", "weights", "bias"]),
     ("all to compare", lambda s, v: s.assert_mirrored(None if ODD else [v[0]]), ["structure", "weights", "all of"]),
     (
         "mirrored_check_steps",
