@@ -71,25 +71,3 @@ add(  # nothing is combined: each rank reads its own rows
 def an_epoch_too_many(p: Program, wrong: bool) -> Any:
     dataset = p.once("dataset", lambda: p.strategy.experimental_distribute_dataset(_rows()))
     return [float(p.sum(batch.sum())) for _ in range(3 if wrong else 2) for batch in dataset]
-
-
-@mistake()
-def a_loader_that_raises(p: Program, wrong: bool) -> Any:
-    def batches() -> Any:
-        yield ROWS[:4]
-        if wrong:
-            raise InterruptedError("of the loader")
-        yield ROWS[4:8]
-
-    return _through(p, batches())
-
-
-@mistake(RIGHT)
-def an_input_function_that_yields_more(p: Program, wrong: bool) -> Any:
-    """The other ranks take part with empty batches."""
-
-    def rows(_: Any) -> Any:
-        return [ROWS[:2]] * (3 if wrong else 2)
-
-    for batch in p.strategy.distribute_datasets_from_function(rows):
-        p.sum(batch.sum())

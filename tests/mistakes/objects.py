@@ -65,10 +65,6 @@ REPORTED: dict[str, Mistake] = {
     "named variables in another order": lambda p, wrong: [
         _new(p, name=name) for name in _in_order(("first", "second"), wrong)
     ],
-    "another policy": lambda p, wrong: _new(p, aggregation="MEAN" if wrong else "SUM"),
-    "another synchronization": lambda p, wrong: _new(p, synchronization="ON_READ" if wrong else "ON_WRITE"),
-    "a variable of another dtype": lambda p, wrong: _new(p, np.zeros(3, np.complex128 if wrong else np.float64)),
-    "a variable of another shape": lambda p, wrong: _new(p, np.zeros((2 if wrong else 1, 3))),
     "assignments swapped between two variables": lambda p, wrong: p.step(
         lambda _: [variable.assign(np.ones(3)) for variable in _in_order(_variables(p), wrong)] and None
     ),
@@ -96,12 +92,6 @@ REPORTED: dict[str, Mistake] = {
     "another object saved": lambda p, wrong: _saved(p, v=_in_order(_variables(p), wrong)[0]),
     "the same objects swapped": lambda p, wrong: _saved(p, **_by_name(_in_order(_variables(p), wrong))),
     "another folder": lambda p, wrong: _saved(p, "odd" if wrong else "even", v=p.variable()),
-    "assert mirrored of a subset": lambda p, wrong: p.strategy.assert_mirrored(
-        list(_variables(p))[: 1 if wrong else 2]
-    ),
-    "assert mirrored of swapped variables": lambda p, wrong: p.strategy.assert_mirrored(
-        _in_order(_variables(p), wrong)
-    ),
 }
 for _name, _made in REPORTED.items():
     add(_name, _made)
@@ -121,16 +111,6 @@ def a_cross_replica_assign_on_one_rank_only(p: Program, wrong: bool) -> Any:
     variable = p.variable()
     with p.strategy.scope():
         variable.assign(np.full(3, 7.0 if wrong else 1.0))
-
-
-@mistake(RIGHT)
-def a_scatter_with_other_rows(p: Program, wrong: bool) -> Any:
-    matrix = p.variable("matrix", (4, 3))
-    with p.strategy.scope():
-        matrix.assign(np.zeros((4, 3)))
-    rows = np.array([0, 2] if wrong or p.rank == 0 else [1, 3])
-    p.step(lambda _: matrix.scatter_add(ms.IndexedSlices(np.ones((2, 3)), rows, (4, 3))))
-    return matrix.numpy().sum()
 
 
 # ------------------------------------------------------------------------------------------------- optimizers
@@ -165,12 +145,6 @@ def two_optimizers_in_another_order(p: Program, wrong: bool) -> Any:
     p.step(lambda _: [o.apply_gradients([(np.ones(3), variable)]) for o, variable in _in_order(pairs, wrong)] and None)
 
 
-@mistake()
-def one_step_more(p: Program, wrong: bool) -> Any:
-    for _ in range(3 if wrong else 2):
-        _apply(p, _sgd(p), _pair(p))
-
-
 def _by_buckets(p: Program, order: tuple[int, ...] = (1, 0), *, tells: bool = True) -> Any:
     optimizer = _sgd(p, "buckets")
     buckets = p.once("buckets", lambda: optimizer.gradient_buckets(_variables(p), bytes_per_bucket=8))
@@ -189,15 +163,6 @@ def _by_buckets(p: Program, order: tuple[int, ...] = (1, 0), *, tells: bool = Tr
 add("buckets in another order", lambda p, wrong: _by_buckets(p, (0, 1) if wrong else (1, 0)), RIGHT)
 add("a bucket that is not said to be ready", lambda p, wrong: _by_buckets(p, tells=not wrong), RIGHT_AT_ONCE)
 add("gradients in place of buckets", lambda p, wrong: _apply(p, _sgd(p), _pair(p)) if wrong else _by_buckets(p))
-
-
-@mistake()
-def an_accumulator_with_other_steps(p: Program, wrong: bool) -> Any:
-    accumulator = ms.gradients.GradientAccumulator(3 if wrong else 2)
-    for _ in range(4):
-        gradients = accumulator.add([np.ones(3)])
-        if gradients is not None:
-            _apply(p, _sgd(p), (gradients[0], _variables(p)[0]))
 
 
 # ------------------------------------------------------------------------------------------------- metrics, ON_READ
@@ -224,15 +189,6 @@ def a_metric_printed_on_one_rank_only(p: Program, wrong: bool) -> Any:
     if wrong:
         repr(mean)
         repr(mean.variables)
-    return p.sum(1.0)
-
-
-@mistake()
-def an_on_read_variable_read_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    total = p.once("total", lambda: ms.Variable(0.0, synchronization="ON_READ", aggregation="SUM", name="total"))
-    with p.strategy.scope():
-        if wrong:
-            float(total)
     return p.sum(1.0)
 
 

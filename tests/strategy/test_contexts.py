@@ -182,18 +182,6 @@ def test_the_context_functions(strategy: ms.Strategy, other: ms.Strategy, variab
 # ------------------------------------------------------------------------------------------------- leaving
 
 
-@pytest.mark.parametrize("column", ["scope", "run", "merge_fn", "update fn"])
-def test_an_exception_restores_the_context(
-    strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, column: str
-) -> None:
-    def fail() -> None:
-        raise KeyError("mine")
-
-    with strategy.scope(), pytest.raises(KeyError, match="mine"):
-        COLUMNS[column](strategy, other, variable, fail)
-    assert not ms.has_strategy()
-
-
 def test_the_step_may_catch_what_its_merge_fn_raises(strategy: ms.Strategy) -> None:
     def merge_fn(given: ms.Strategy) -> None:
         given.reduce("SUM", 1.0)

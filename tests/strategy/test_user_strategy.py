@@ -11,7 +11,6 @@ import pytest
 from mpi4py import MPI
 
 import mpistrategy as ms
-from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
 
@@ -104,16 +103,6 @@ def test_what_it_overrides_is_used(mirrored: ms.MirroredStrategy) -> None:
     strategy = Watched(mirrored)
     strategy.extended.frozen = True
     assert train(strategy, 2).tolist() == [0, 0]
-
-
-def test_it_is_a_strategy_of_its_own(mirrored: ms.MirroredStrategy) -> None:
-    strategy = Watched(mirrored)
-    with strategy.scope():
-        variable = ms.Variable(1.0)
-        with pytest.raises(errors.ContextError), mirrored.scope():
-            pass
-    assert strategy.extended.variable_created_in_scope(variable)
-    assert not mirrored.extended.variable_created_in_scope(variable)
 
 
 def test_a_strategy_can_run_its_steps_in_contexts_of_its_own(mirrored: ms.MirroredStrategy) -> None:

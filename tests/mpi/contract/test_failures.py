@@ -3,76 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import launching
-import numpy as np
 import pytest
 from declared import IN_STEPS
-from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, several, still_works
-
-import mpistrategy as ms
-from mpistrategy.errors import RemoteError
-from mpistrategy.mpi.shared_memory.node_sum import NodeSum
-from mpistrategy.reduction.routes import host as route
 
 pytestmark = pytest.mark.mpi
-
-LARGE = np.ones(300_000)
-
-
-@pytest.fixture
-def strategy() -> Iterator[ms.Strategy]:
-    """One for each test: it takes no more calls afterwards, and does not end the job."""
-    made = ms.MirroredStrategy(on_error="raise")
-    yield made
-    made.close()
-
-
-def no_memory(*_: Any, **__: Any) -> Any:
-    raise MemoryError("there is none")
-
-
-@several
-@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "nodes"])
-def test_memory_is_taken_before_the_agreement(monkeypatch: pytest.MonkeyPatch, nodes: bool) -> None:
-    """Short memory on one rank raises on all, and the strategy works on."""
-    made: ms.Strategy = OnNodes(list(RANKS), ms.MpiAllReduce()) if nodes else ms.MirroredStrategy()
-    with made as strategy:
-        values: list[Any] = [np.ones(50_000), [np.ones(100_000), np.ones(100)], np.ones(800_000, np.float16)]
-        arena = strategy.arena([LARGE])
-        calls: list[Callable[[], Any]] = [
-            *(partial(in_step, strategy, partial(all_reduce, value=value)) for value in [*values, arena]),
-            lambda: strategy.reduce("SUM", np.ones(700_000)),
-        ]
-        for make in calls:
-            with monkeypatch.context() as patched:
-                if RANK == 0:
-                    patched.setattr(route, "np", NoMemory())
-                    patched.setattr(NodeSum, "new", no_memory)
-                    patched.setattr(arena, "_holds", no_memory)
-                ends = outcomes(make)
-            assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
-            assert all("MemoryError: there is none" in end.text for end in ends)
-            make()
-        assert still_works(strategy)
-
-
-class NoMemory:
-    """NumPy, but for new arrays."""
-
-    empty = staticmethod(no_memory)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-
-def all_reduce(ctx: Any, value: Any) -> Any:
-    return ctx.all_reduce("SUM", value)
-
 
 ONE_RANK_LEAVES = """
 import sys, numpy as np, mpistrategy as ms

@@ -151,14 +151,6 @@ def test_calls_of_many_kinds_without_those_within_calls(launch: launching.Launch
     assert done.stderr.count("injected fault") == 4
 
 
-def test_by_an_option_of_run(launch: launching.Launch) -> None:
-    arguments = ["-m", "mpistrategy", "run", "--inject", "rank=1, at=barrier#2, do=raise", "-c"]
-    text = "import mpistrategy as ms; s = ms.MirroredStrategy(); s.barrier(); s.barrier()"
-    done = launch(2, [*arguments, text], timeout=30)
-    assert done.returncode != 0
-    assert "[rank 1/2] mpistrategy.errors.InjectedFault: rank=1, at=barrier#2, do=raise" in done.stderr
-
-
 @pytest.mark.each_mpi
 def test_kill_ends_the_job(launch: launching.Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=kill", 3)
@@ -166,12 +158,6 @@ def test_kill_ends_the_job(launch: launching.Launch) -> None:
     assert done.seconds < 10
     assert "[rank 1/3] injected fault at " in done.stderr
     assert "right" not in done.stdout
-
-
-def test_delay_changes_nothing(launch: launching.Launch) -> None:
-    done = run(launch, "rank=1, at=allreduce#2, do=delay:0.3s").check()
-    assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: right"]
-    assert done.stderr.count("injected fault") == 1
 
 
 @pytest.mark.each_mpi

@@ -17,6 +17,7 @@ import mpistrategy as ms
 from mpistrategy.cross_device_ops import built_in, ordered
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 from mpistrategy.reduction import collectives, plan, reducer
 from mpistrategy.reduction.routes import host
 from mpistrategy.variables import policies, storage
@@ -24,7 +25,7 @@ from mpistrategy.variables import policies, storage
 pytestmark = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
 SECONDS = 5
-APART, TWO_NODES = tuple(RANKS), tuple(2 * rank // SIZE for rank in RANKS)
+APART, TWO_NODES, ONE_NODE = tuple(RANKS), tuple(2 * rank // SIZE for rank in RANKS), (0,) * SIZE
 
 
 class Fault:
@@ -84,12 +85,15 @@ def summed(count: int, op: Any = "SUM", dtype: Any = np.float32, **options: Any)
         (APART, 30_000, None),
         (APART, 300_000, None),
         (APART, 300_000, "bfloat16"),
+        (ONE_NODE, 50_000, None),
+        (ONE_NODE, 700_000, None),
         pytest.param(TWO_NODES, 2**19, None, marks=pytest.mark.mpi(min_size=4), id="lanes"),
     ],
 )
 def test_before_the_agreement(fault: Fault, node_of: Sequence[int], count: int, wire: Any) -> None:
     """The last rank has no memory for a result: it raises on every rank, and the strategy goes on."""
     fault.put(np, "empty", lambda shape, *_: shape in (count, (count,), 4 * count))
+    fault.put(NodeSum, "new")
     fault.put(mmap, "mmap", lambda file, nbytes: nbytes > 4 * count)  # of huge pages
     with OnNodes(node_of, ms.MpiAllReduce()) as strategy:
 
