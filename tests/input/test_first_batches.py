@@ -117,10 +117,8 @@ def test_what_else_rows_may_be(strategy: ms.MirroredStrategy, make: Any, cupy: M
 
 OTHERS: dict[str, tuple[Any, Any, str]] = {
     "rows": ([np.zeros(4)], [np.zeros(5)], "float64[5]"),
-    "shape": ([np.zeros((4, 2))], [np.zeros((4, 3))], "float64[4, 3]"),
     "dtype": ([np.zeros(4)], [np.zeros(4, np.float32)], "float32[4]"),
     "structure": ([{"x": np.zeros(4)}], [[np.zeros(4)]], "[*]"),
-    "more arrays": ([[np.zeros(4)]], [[np.zeros(4), np.zeros(4)]], "[*,*]"),
     "one of two arrays": (
         [{"x": np.zeros(4), "y": np.zeros(4)}],
         [{"x": np.zeros(4), "y": np.zeros((4, 1))}],

@@ -155,9 +155,7 @@ THREE = np.ones(3)
 #: Calls of even and of odd ranks.
 DIFFERENT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "shape": ([{"value": THREE}], [{"value": np.ones(4)}]),
-    "dtype": ([{"value": THREE}], [{"value": np.ones(3, np.float32)}]),
     "op": ([{"value": THREE}], [{"value": THREE, "op": "MEAN"}]),
-    "structure": ([{"value": {"x": THREE}}], [{"value": [THREE]}]),
     "name": ([{"value": THREE, "name": "a"}], [{"value": THREE, "name": "b"}]),
     "order": ([{"value": THREE}, {"value": np.ones(4)}], [{"value": np.ones(4)}, {"value": THREE}]),
 }

@@ -7,6 +7,7 @@ optimizers, with the hyper-parameters that TensorFlow keeps in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -146,11 +147,8 @@ class FourSteps:
         self.powers = [ms.Variable(np.float64(beta), trainable=False) for beta in betas]
 
     def _beside(self, env: Env, v: ms.Variable) -> ms.Variable:
-        zeros = np.zeros_like(v.read_value())
-        if env.kind == "default":
-            return ms.Variable(zeros, trainable=False)
-        with env.strategy.extended.colocate_vars_with(v):
-            return ms.Variable(zeros, trainable=False)
+        with nullcontext() if env.kind == "default" else env.strategy.extended.colocate_vars_with(v):
+            return ms.Variable(np.zeros_like(v.read_value()), trainable=False)
 
     def apply(self, gradients: Sequence[Array]) -> None:
         ms.get_replica_context().merge_call(self._merge, args=(list(gradients), self.variables))
@@ -263,17 +261,13 @@ def copies_agree(env: Env, v: ms.Variable) -> bool:
 
 @program
 def train(env: Env, p: Inputs) -> Any:
-    return trained(env, p, style_of)
-
-
-def trained(env: Env, p: Inputs, make_style: Callable[[Env, Inputs, Variables], Style]) -> Any:
     """The trajectory of a linear regression."""
     x, y = (on_device.place(np.array(p[name], np.float64)) for name in "xy")
     aggregation = ms.VariableAggregation[p.get("variable_aggregation", "NONE")]
     with env.strategy.scope():
         start = {name: np.array(p[f"{name}0"], np.float64) for name in ("w", "b")}
         variables = {name: ms.Variable(value, aggregation=aggregation) for name, value in start.items()}
-        style = make_style(env, p, variables)
+        style = style_of(env, p, variables)
 
     def step(own_x: Array, own_y: Array, size: int) -> Array:
         denominator = len(own_x) if p.get("loss") == "local_mean" else size
