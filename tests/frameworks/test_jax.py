@@ -111,7 +111,7 @@ def uses_of(strategy: ms.Strategy) -> dict[str, Callable[[Any], Any]]:
         buckets = ms.optimizers.SGD(0.1).gradient_buckets([v])
     streams, accumulator = strategy.rng(1), ms.gradients.GradientAccumulator(2)
     arena = strategy.arena({"a": np.ones(2)})
-    batches = iter(strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.ones(6), 6)))
+    batches = iter(strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.ones(12), 12)))
     here = ms.ReplicaContext(strategy, strategy.rank)
     ones = np.ones(3, np.float32)
 
@@ -189,7 +189,7 @@ def test_nothing_works_inside_a_trace(strategy: ms.Strategy, transformation: str
     variable = uses["read_value"](None)
     assert variable.tolist() == [1.0] * 3  # nothing was written
     assert uses["metric"](None) != uses["metric"](None)  # NaN: nothing was added
-    assert len(uses["next"](None)) == 6 // SIZE  # the first batch is still to come
+    assert len(uses["next"](None)) == 12 // SIZE  # the first batch is still to come
     assert strategy.reduce("SUM", 1) == SIZE
 
 
