@@ -103,9 +103,10 @@ class MpiRanks(Ranks):
         super().__init__(comm.rank, range(comm.size))
         self._control = MpiControlChannel(comm) if self.size > 1 else None
         leader = self._leader(node_key)
-        launcher.check_versions(self.allgather_text(launcher.versions()))
         own_text = json.dumps((leader, sorted(cores()), new_path() if self.rank == 0 else ""))
-        leaders, cores_of_rank, paths = zip(*map(json.loads, self.allgather_text(own_text)), strict=True)
+        lines = [text.split("\n") for text in self.allgather_text(f"{launcher.versions()}\n{own_text}")]
+        launcher.check_versions([line[0] for line in lines])  # first: other versions may say more, or less
+        leaders, cores_of_rank, paths = zip(*[json.loads(line[1]) for line in lines], strict=True)
         self._place(np.unique(leaders, return_inverse=True)[1].tolist())
         cores_of_node = {core for peer, node in enumerate(leaders) if node == leader for core in cores_of_rank[peer]}
         self.is_crowded: bool = self.local_size > len(cores_of_node)
