@@ -59,9 +59,13 @@ def update(env: Env, p: Inputs) -> Any:
             calls.append({"var is a component": component, "args": encode(list(a)), "kwargs": encode(k)["dict"]})
             return updated(p["fn"], var, len(calls), a, k)
 
-        named = {"group": p["group"]} if "group" in p else {}
-        result = env.attempt(env.strategy.extended.update, v, function, args=args, kwargs=kwargs, **named)
+        result = env.attempt(env.strategy.extended.update, v, function, args=args, kwargs=kwargs, **group(p))
         return {"result": result, "result type": role(env, result).__name__, "components": env.comps(v)}
+
+
+def group(p: Inputs) -> dict[str, Any]:
+    """The argument `group`, where the case gives it."""
+    return {"group": p["group"]} if "group" in p else {}
 
 
 @program
@@ -91,9 +95,8 @@ def update_non_slot(env: Env, p: Inputs) -> Any:
             "list": list(devices) if is_tuple else devices,
             "string": "CPU:0",
         }
-        named = {"group": p["group"]} if "group" in p else {}
         where = places[p.get("where", "devices")]
-        result = env.attempt(extended.update_non_slot, where, function, args=args, **named)
+        result = env.attempt(extended.update_non_slot, where, function, args=args, **group(p))
         return {"result": result, "components of w": env.comps(w)}
 
 
