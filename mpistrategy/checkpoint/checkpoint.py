@@ -100,6 +100,7 @@ class Checkpoint(NamesOurs):
     def __init__(self, **objects: Any) -> None:
         self.objects = objects
         self._made_in: Strategy = context.current_strategy()
+        #: The last save.
         self._saving: Saving | None = None
         self._last: dict[str, int] = {}
         self._has_warned = False

@@ -383,7 +383,7 @@ class Saving(NotPickled):
         It gets another name first: a rank that still writes sees that all of it is gone, not a part.
         """
         if self._communicator.rank == 0 and self._folder:
-            hidden = self._folder[:-8] + secrets.token_hex(4)
+            hidden = self._folder[:-8] + secrets.token_hex(4)  # another token, so that a sweep knows it, too
             with contextlib.suppress(OSError):
                 files.change(os.rename, self._folder, hidden)
                 self._folder = hidden  # a file may come meanwhile: `_abandon` removes what is left
