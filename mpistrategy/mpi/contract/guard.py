@@ -262,8 +262,9 @@ class Guard:
     def tell_peers(self, why: str = "its program has ended") -> None:
         """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
         failure = None if self.broken is None else astuple(self.broken)
-        self._gather_reports(mismatch_report.Report({mismatch_report.LEFT: why}, "its end", failure=failure))
-        self.is_untold = False
+        reports = self._gather_reports(mismatch_report.Report({mismatch_report.LEFT: why}, "its end", failure=failure))
+        # The others have heard an earlier error instead where an interruption came while this rank told them of that.
+        self.is_untold = failure is not None and reports[self._rank].failure is None
         if self.broken is None:
             self._start_to_tell()
 
@@ -351,12 +352,14 @@ class Guard:
         """Tell the other ranks that this rank takes no more calls, unless they know; wait a little for them."""
         if not self.is_untold:
             return
-        self._start_to_tell()
         self._patience_ends = time.monotonic() + seconds
         with suppress(RemoteError):
-            if not wait_patiently(self.peers_have_left, self.look):
-                self.tell_peers()
-            self.is_untold = False
+            while self.is_untold:
+                self._start_to_tell()
+                if wait_patiently(self.peers_have_left, self.look):
+                    self.is_untold = False
+                else:
+                    self.tell_peers()
 
     def mark_reported(self, error: E) -> E:
         """Note that the other ranks know the error, or can no longer hear of it; return the error."""

@@ -80,8 +80,8 @@ class MpiControlChannel(ControlChannel):
         self._request: Any = MPI.REQUEST_NULL
         #: The digest to compare after a comparison that this rank has left, if all ranks agree in that comparison.
         self._following: int | None = None
-        #: Keeps the buffers of an exchange of texts that this rank has left: MPI could still write into them.
-        self._texts: Any = None
+        #: The exchange of texts that this rank is in, or has left: the other ranks still wait for its part in that.
+        self._texts: _Texts | None = None
         self._persistent = True
         try:
             self._request = self._comm.Allreduce_init(self._own_values, self._totals, MPI.SUM)
@@ -89,8 +89,11 @@ class MpiControlChannel(ControlChannel):
             self._persistent = False
 
     def start(self, digest: int) -> None:
-        """Begin `all_equal` without waiting.  The answer of a comparison that this rank has left comes first."""
-        if self._expected or not self._request.Test():
+        """Begin `all_equal` without waiting.  The answer of a comparison that this rank has left comes first.
+
+        After an exchange of texts that this rank has left nothing begins: the others are in it, so their calls differ.
+        """
+        if self._texts is not None or self._expected or not self._request.Test():
             self._following = digest
         else:
             self._start(digest)
@@ -107,7 +110,7 @@ class MpiControlChannel(ControlChannel):
         """Return the answer to `start`, or None while ranks are missing."""
         if not self._request.Test():
             return None
-        answer = self._read()
+        answer = self._texts is None and self._read()
         following, self._following = self._following, None
         if answer and following is not None:
             self._start(following)
@@ -146,18 +149,49 @@ class MpiControlChannel(ControlChannel):
         self._comm.Iprobe()
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
-        """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
-        data, counts = np.frombuffer(encoded(text), np.uint8), np.zeros(self._comm.size, np.int64)
-        self._texts = self._comm.Iallgather(np.array([data.size]), counts)
-        wait_patiently(lambda: self._texts.Test() or None, look)
-        all_data = np.empty(int(counts.sum()), np.uint8)
-        self._texts = self._comm.Iallgatherv(data, [all_data, counts])
-        wait_patiently(lambda: self._texts.Test() or None, look)
-        texts, ends = all_data.tobytes(), np.cumsum(counts).tolist()
-        return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        """Return every rank's text, in rank order; see `ControlChannel.allgather_text`.
+
+        An exchange that this rank has left goes on, with the text that it had.
+        """
+        if self._texts is None:
+            self._texts = _Texts(self._comm, text)
+        wait_patiently(self._texts.finished, look)
+        exchange, self._texts = self._texts, None
+        return exchange.texts()
 
     def close(self) -> None:
         """Free the requests and the communicator."""
         if self._persistent:
             self._request.Free()
         self._comm.Free()
+
+
+class _Texts:
+    """An exchange of texts: first their lengths, then the texts.
+
+    Args:
+        comm: the ranks.
+        text: of this rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, text: str) -> None:
+        self._comm, self._own = comm, np.frombuffer(encoded(text), np.uint8)
+        self._counts: Array = np.zeros(comm.size, np.int64)
+        self._all: Array | None = None
+        self._request: Any = comm.Iallgather(np.array([self._own.size]), self._counts)
+
+    def finished(self) -> bool | None:
+        """Return True once all texts are there, else None."""
+        if not self._request.Test():
+            return None
+        if self._all is not None:
+            return True
+        self._all = np.empty(int(self._counts.sum()), np.uint8)
+        self._request = self._comm.Iallgatherv(self._own, [self._all, self._counts])
+        return None
+
+    def texts(self) -> list[str]:
+        """Return the texts in rank order, once all are there."""
+        assert self._all is not None
+        texts, ends = self._all.tobytes(), np.cumsum(self._counts).tolist()
+        return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]

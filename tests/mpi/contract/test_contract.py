@@ -12,6 +12,7 @@ from replicas import RANK, SIZE, several, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 
 pytestmark = pytest.mark.mpi
@@ -129,4 +130,27 @@ def test_a_channel_compares_and_exchanges_texts(comm: MPI.Intracomm, kind: type[
         pass
     assert answer
     assert channel.allgather_text(f"é{comm.rank}") == [f"é{rank}" for rank in range(comm.size)]
+    channel.close()
+
+
+def test_a_rank_that_loses_its_patience_while_it_tells_of_a_failure_goes_on_when_it_ends(comm: MPI.Intracomm) -> None:
+    """Its later messages would be taken for the texts that the others wait for."""
+    channel = MpiControlChannel(comm)
+    guard = Guard(channel, comm.rank, comm.size, contains_errors=True)
+    if comm.rank == 0:
+        guard.break_off("a call", KeyboardInterrupt())
+        for _ in range(2):
+            guard.tell_of_failure(0.5)  # the others have no text yet, or have not come at all
+            assert guard.is_untold is (comm.size > 1)
+        comm.Barrier()
+        guard.tell_of_failure(60)
+        assert not guard.is_untold
+    else:
+        channel.start(5)
+        while channel.finished() is None:
+            pass
+        comm.Barrier()
+        guard.tell_peers()
+        assert str(guard.broken) == "rank 0 failed in a call: KeyboardInterrupt"
+    comm.Barrier()
     channel.close()
