@@ -186,8 +186,9 @@ class _Texts:
             return None
         if self._all is not None:
             return True
-        self._all = np.empty(int(self._counts.sum()), np.uint8)
-        self._request = self._comm.Iallgatherv(self._own, [self._all, self._counts])
+        room = np.empty(int(self._counts.sum()), np.uint8)
+        # Both at once: an interruption between the two would let the exchange end too early, or begin again.
+        self._request, self._all = self._comm.Iallgatherv(self._own, [room, self._counts]), room
         return None
 
     def texts(self) -> list[str]:
