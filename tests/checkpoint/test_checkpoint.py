@@ -22,7 +22,7 @@ from replicas import RANK, SIZE, all_raise, new_variable, outcomes, several
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint import reading
+from mpistrategy.checkpoint import saving
 from mpistrategy.checkpoint.saving import count_of_writers, places
 
 
@@ -450,7 +450,7 @@ def test_the_bytes_say_how_many_write(what: str) -> None:
     ranks, once, own, count, nodes = PLANS[what]
     node_of = [rank // 8 for rank in range(ranks)]
     assert count_of_writers(node_of, once + own * ranks, own * ranks) == count
-    writers, _ = places(node_of, count)
+    writers, _ = places(node_of, count, ranks)
     assert (len({*writers}), len({rank // 8 for rank in writers})) == (count, nodes)
 
 
@@ -474,7 +474,7 @@ def test_a_rank_without_memory_for_what_the_ranks_had(
     checkpoint.save(folder / "c")
     with monkeypatch.context() as patch:
         if RANK == SIZE - 1:
-            patch.setattr(reading, "_NOTHING", NoMemory())
+            patch.setattr(saving, "_NOTHING", NoMemory())
         found = outcomes(checkpoint.restore, folder / "c")
     assert [outcome.error for outcome in found] == [errors.RemoteError] * (SIZE - 1) + [Exception]
     assert f"rank {SIZE - 1} could not make this call" in found[0].text

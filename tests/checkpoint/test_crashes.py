@@ -30,7 +30,7 @@ import itertools, os, signal, sys
 import numpy as np
 import mpistrategy as ms
 from mpistrategy.checkpoint import saving
-from mpistrategy.checkpoint.storage import files as checkpoint_files
+from mpistrategy.checkpoint import files as checkpoint_files
 from mpistrategy.testing import run_replicas
 
 folder, kind = sys.argv[1:]
@@ -111,7 +111,7 @@ import itertools, os, sys
 import numpy as np
 import mpistrategy as ms
 from mpistrategy.checkpoint import saving
-from mpistrategy.checkpoint.storage import files as checkpoint_files
+from mpistrategy.checkpoint import files as checkpoint_files
 
 saving.BYTES_A_WRITER = 1  # both write
 folder, rank_to_kill, at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -275,7 +275,7 @@ def test_two_saves_to_one_place(
 OTHER = """
 import os, sys
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage import files as checkpoint_files
+from mpistrategy.checkpoint import files as checkpoint_files
 
 folder = sys.argv[1]
 with ms.OneDeviceStrategy("CPU:0").scope():

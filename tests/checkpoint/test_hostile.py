@@ -27,7 +27,7 @@ from replicas import RANK, SIZE, long_lane, outcomes, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage.format import NAME, VERSION, shard_name, with_head
+from mpistrategy.checkpoint.format import NAME, VERSION, shard_name, with_head
 
 one_rank = pytest.mark.one_rank
 
@@ -144,13 +144,12 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "many ranks": lambda c: c.update(ranks=10**9, shards=c["shards"] * 2),
     "more ranks": lambda c: c.update(ranks=SIZE + 1),
     "shards twice": lambda c: c.update(shards=c["shards"] * 2),
-    "data of a rank in no shard": lambda c: c["own"][0].__setitem__(0, SIZE),
-    "data of a rank in a negative shard": lambda c: c["own"][0].__setitem__(0, -1),
-    "words for a shard": lambda c: c["own"][0].__setitem__(0, "abc"),
-    "other bytes of values": lambda c: c["own"][1].__setitem__(0, c["own"][1][0] - 1),
-    "more bytes of values than there are": lambda c: c["own"][1].__setitem__(0, 2**40),
-    "more bytes of a rank": lambda c: c["own"][2].__setitem__(0, c["own"][2][0] + 8),
-    "rows of nothing": lambda c: c["own"].append(c["own"][0]),
+    "words for the bytes of a rank": lambda c: c["own"].__setitem__(0, "abc"),
+    "fewer bytes of a rank": lambda c: c["own"].__setitem__(0, c["own"][0] - 8),
+    "more bytes of a rank": lambda c: c["own"].__setitem__(0, c["own"][0] + 8),
+    "more bytes of a rank than there are": lambda c: c["own"].__setitem__(0, 2**40),
+    "no bytes of a rank": lambda c: c["own"].__setitem__(0, 0),
+    "bytes of a rank that is none": lambda c: c["own"].append(64),
     "no data of ranks": lambda c: c.update(own=[]),
     "words for ranks": lambda c: c.update(ranks="1"),
     "no shards": lambda c: c.update(shards=[]),

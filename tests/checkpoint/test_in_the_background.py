@@ -37,7 +37,7 @@ import os, signal, sys, threading, time
 import numpy as np
 import mpistrategy as ms
 from mpistrategy.checkpoint import saving
-from mpistrategy.checkpoint.storage import files as checkpoint_files
+from mpistrategy.checkpoint import files as checkpoint_files
 
 folder, end = sys.argv[1:]
 saving.BYTES_A_WRITER = 1
