@@ -140,7 +140,7 @@ def restore(objects: dict[str, Any], state: State, path: str, partial: bool, cal
     objects.update({name: fit.restored(name) for name in manifest.names if name in objects})
     fit.reset()
     call.agree("restore a checkpoint")
-    left_out = tuple(printable(skipped, "") for skipped in fit.left_out)
+    left_out = tuple(printable(skipped, "") for skipped in sorted(fit.left_out))
     notes = _notes(manifest, state.strategy.layout())
     return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, left_out, dict(objects))
 
@@ -162,10 +162,9 @@ class Comparison:
     def __init__(self, source: Reading, state: State, names: Collection[str], partial: bool) -> None:
         self._source = source
         self._state = state
-        self._partial = partial
         items = source.manifest.items
         self._items = {path: item for path, item in items.items() if path.partition("/")[0] in names}
-        self.left_out: list[str] = []
+        self.left_out = {*source.manifest.names} ^ {*names} if partial else set[str]()
         self.staged: dict[str, Array] = {}
         #: The paths right below each path; and the kind of the object there or nearest above that tells its own state.
         self._paths_below: dict[str, list[str]] = defaultdict(list)
@@ -178,7 +177,7 @@ class Comparison:
     # ------------------------------------------------------------------------------------------- what does not fit
 
     def compare(self, where: str) -> None:
-        """Note the names that are left out; raise CheckpointMismatchError, with a list, for what does not fit."""
+        """Raise CheckpointMismatchError, with a list, for what does not fit."""
         problems = [printable(line, "")[:_LONGEST] for line in islice(self._problems(), _MOST_PROBLEMS + 1)]
         if problems:
             problems[_MOST_PROBLEMS:] = ["and more"] * (len(problems) > _MOST_PROBLEMS)
@@ -191,11 +190,18 @@ class Comparison:
 
     def _problems(self) -> Iterator[str]:
         """Yield what does not fit; the text may come from a checkpoint."""
-        for path, text in self._missing():
-            if self._partial and "/" not in path:
-                self.left_out.append(path)
-            else:
-                yield f"{path}: {text}"
+        absent: set[str] = set()
+        for path, own_item in self._state.items.items():
+            above = path.rpartition("/")[0]
+            self._inside.setdefault(path, self._inside[above])
+            is_free = self._inside[above] == "object" or own_item.kind in REPLACEABLE or path in self._state.firsts
+            if path not in self._items and (above in absent or not (above and is_free)):
+                absent.add(path)
+                if above not in absent and path not in self.left_out:
+                    yield f"{path}: {self._in_words(path)} here, nothing in the checkpoint"
+        for name in self._source.manifest.names:
+            if name not in self._items and name not in self.left_out:
+                yield f"{name}: {self._source.manifest.items[name].kind} in the checkpoint, nothing here"
         for path, item in self._items.items():
             try:
                 trouble = self._trouble(path, item)
@@ -204,24 +210,9 @@ class Comparison:
             if trouble:
                 yield f"{path}: {trouble}"
 
-    def _missing(self) -> Iterator[tuple[str, str]]:
-        """Yield the paths that are on one side only, and what is on the other."""
-        absent: set[str] = set()
-        for path, own_item in self._state.items.items():
-            above = path.rpartition("/")[0]
-            self._inside.setdefault(path, self._inside[above])
-            is_free = self._inside[above] == "object" or own_item.kind in REPLACEABLE or path in self._state.firsts
-            if path not in self._items and (above in absent or not (above and is_free)):
-                absent.add(path)
-                if above not in absent:
-                    yield path, f"{self._in_words(path)} here, nothing in the checkpoint"
-        for name in self._source.manifest.names:
-            if name not in self._items:
-                yield name, f"{self._source.manifest.items[name].kind} in the checkpoint, nothing here"
-
     def _trouble(self, path: str, item: Item) -> str:
         """Return why an item does not fit the program's object; "" if it does."""
-        value, kind, own_item = self._target(path, item), item.kind, self._state.items.get(path)
+        value, kind = self._target(path, item), item.kind
         if item.copies == OWN and not self._source.same_ranks and kind != "rng":
             return (
                 f"each of the {self._source.manifest.ranks} ranks that saved had a {kind} of its own; "
@@ -231,9 +222,8 @@ class Comparison:
             )
         if not self._fits(path, item, value):
             shape = f" {item.dtype}{list(self._shape_of(path, item))}" if item.is_array else ""
-            return f"{kind}{shape} in the checkpoint, {self._in_words(path)} here"
-        if kind == "variable" and item.copies in COMBINED and own_item is not None and own_item.copies == UNDECIDED:
-            return f"aggregation {item.copies} in the checkpoint, NONE here"
+            how = f" with aggregation {item.copies}" if item.copies in COMBINED else ""
+            return f"{kind}{shape}{how} in the checkpoint, {self._in_words(path)} here"
         if kind in ARRAYS and isinstance(value, np.ndarray) and not value.flags.writeable:
             return "a read-only array here"
         if kind == "rng":
@@ -250,32 +240,34 @@ class Comparison:
 
     def _fits(self, path: str, item: Item, value: Any) -> bool:
         """Return whether there is an object of this kind, dtype and shape, or a replaceable object."""
-        kind, own_item, live = item.kind, self._state.items.get(path), self._state.live.get(path, ABSENT)
-        if kind == "variable":
+        own_item, kind = self._state.items.get(path), item.kind
+        here = "" if own_item is None else own_item.kind
+        if item.is_array != (kind in ARRAYS or kind in ("variable", ROWS)):
+            return False
+        if value is ABSENT:
             # An optimizer has looked at the variables that it will make.
-            is_planned = own_item is None and self._inside[path] == "optimizer"
-            return is_planned or (isinstance(value, Variable) and self._has_layout(path, item))
-        if kind == ROWS:
-            is_like = value is ABSENT or self._has_layout(path, item)
-            return live is ABSENT or (isinstance(live, Rows) and is_like)
-        if kind in ARRAYS and _is_in_place(value):
-            return self._has_layout(path, item)
+            is_planned = kind == "variable" and self._inside[path] == "optimizer"
+            return is_planned or (kind in REPLACEABLE and here != ROWS) or (kind == ROWS and here in ("", ROWS))
+        if kind in ("variable", ROWS):
+            return here == kind and self._has_layout(path, item)
         if kind == "plain" or kind in ARRAYS:
-            may_go = own_item is None or own_item.kind in REPLACEABLE or (value is ABSENT and own_item.kind != ROWS)
-            return item.is_array == (kind != "plain") and not _is_in_place(value) and may_go
+            is_in_place = _is_in_place(value)
+            return self._has_layout(path, item) if is_in_place else here in REPLACEABLE
         if kind == "tuple":
-            names = getattr(live, "_fields", ())
-            return value is ABSENT or (is_tuple(value) and (not names or len(names) == len(self._paths_below[path])))
+            names = getattr(value, "_fields", ())
+            return is_tuple(value) and (not names or len(names) == len(self._paths_below[path]))
         if kind in ("dict", "list"):
-            return value is ABSENT or type(value) in (DICTS if kind == "dict" else (list,))
-        return own_item is not None and own_item.kind == kind and not item.is_array
+            return type(value) in (DICTS if kind == "dict" else (list,))
+        return here == kind
 
     def _has_layout(self, path: str, item: Item) -> bool:
+        """Return whether the array here has this dtype and shape; and whether its copies are combined, if these are."""
         own_item = self._state.items.get(path)
         return (
             own_item is not None
             and item.is_array
             and (own_item.dtype, own_item.shape) == (item.dtype, self._shape_of(path, item))
+            and not (item.copies in COMBINED and own_item.copies == UNDECIDED)
         )
 
     def _shape_of(self, path: str, item: Item) -> tuple[int, ...]:
@@ -382,11 +374,9 @@ class Comparison:
 
     def _restored_array(self, array: Array, item: Item, value: Any, live: Any) -> Any:
         if item.kind == ROWS:
-            rows = like_given(array, live.value) if isinstance(live, Rows) else array
-            if value is ABSENT:
-                return Rows(rows)
-            value.value = rows
-            return value
+            rows = value if isinstance(value, Rows) else Rows(array)
+            rows.value = like_given(array, live.value) if isinstance(live, Rows) else array
+            return rows
         if _is_in_place(value) and library_of(value) not in NEVER_WRITTEN:
             target = as_target(value, "Checkpoint.restore", "an array")
             target[...] = placed_as(array, target)
