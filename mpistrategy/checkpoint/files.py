@@ -159,9 +159,8 @@ class Lock:
     """An open file or folder that this process has locked until it is closed or the process ends.
 
     Args:
-        path: the folder or file.
+        path: the folder, locked by `flock`; or the file, by a POSIX lock, which a forked child does not share.
         flags: of os.open.
-        take: `fcntl.lockf`; None: `fcntl.flock`.
 
     Attributes:
         process: this process.
@@ -172,12 +171,7 @@ class Lock:
         OSError: if it cannot be opened.
     """
 
-    def __init__(
-        self,
-        path: str,
-        flags: int = os.O_RDONLY | os.O_DIRECTORY,
-        take: Callable[[int, int], object] | None = None,
-    ) -> None:
+    def __init__(self, path: str, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> None:
         self.process: int = os.getpid()
         self._key = self.process, path
         if self._key in _locked:  # opening and closing the file would give up a POSIX lock that is there
@@ -185,7 +179,8 @@ class Lock:
         self._descriptor: int = os.open(path, flags | _FLAGS, 0o600)
         self.is_held: bool = True
         try:
-            (take or fcntl.flock)(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = fcntl.flock if flags & os.O_DIRECTORY else fcntl.lockf
+            lock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _locked.add(self._key)
         except OSError as error:
             self.is_held = False

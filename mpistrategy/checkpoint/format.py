@@ -29,7 +29,6 @@ import json
 import math
 import os
 import re
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -417,7 +416,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
             return dtype.newbyteorder("=")
     except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
         pass
-    raise ValueError(f"the dtype {reprlib.repr(text)}")
+    raise ValueError(f"the dtype {text!r:.80}")
 
 
 def is_shape(shape: Any, itemsize: int) -> bool:
@@ -564,6 +563,6 @@ def _check(state: Any) -> None:
         raise ValueError(f"a state of type {type(state).__name__}")
     for name, value in state.items():
         if name in _LARGEST and not (type(value) is int and 0 <= value <= _LARGEST[name]):
-            raise ValueError(f"{name}={reprlib.repr(value)} in the state of a generator, at most {_LARGEST[name]}")
+            raise ValueError(f"{name} in the state of a generator is no number from 0 to {_LARGEST[name]}")
         if isinstance(value, dict):
             _check(value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import re
 import weakref
@@ -165,12 +163,12 @@ class CheckpointManager(NamesOurs, Settable):
         with Call(communicator.guard, "CheckpointManager.restore", called=name) as call:
             self.checkpoint._wait(call.where, raises=False)  # the next save, wait or close raises its error
             call.expect_more()
-            names = []
+            text = ""
             if communicator.rank == 0:
                 with files.reading(call.where, self.directory):
-                    names = [name for name in self._names() if name.startswith(("step-", ".step-"))]
+                    text = "/".join(name for name in self._names() if name.startswith(("step-", ".step-")))
             call.agree("look for checkpoints", destination=self.directory, options=f"{partial=}")
-            names = json.loads(communicator.allgather_text(json.dumps(names))[0])
+            names = [*filter(None, communicator.allgather_text(text)[0].split("/"))]
             self.skipped = {name: _INCOMPLETE for name in names if not _STEP.fullmatch(name)}
             self.restored, self._damaged = None, set()
             for step in reversed(_steps_in(names)):
@@ -239,7 +237,7 @@ class CheckpointManager(NamesOurs, Settable):
         files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
         path = os.path.join(os.path.realpath(self.directory), ".lock")
         try:
-            self._lock = files.Lock(path, os.O_RDWR | os.O_CREAT, fcntl.lockf)
+            self._lock = files.Lock(path, os.O_RDWR | os.O_CREAT)
         except BlockingIOError as error:
             raise CheckpointExistsError.at(
                 "CheckpointManager",

@@ -14,7 +14,6 @@ again, equally many for each rank.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections import defaultdict
@@ -361,7 +360,7 @@ class Comparison:
             return live
         children = {key: self.restored(inner) for key, inner in self._below(path, item).items()}
         if kind == "dict":
-            return _in_place(children, copy.copy(live) if value is ABSENT and type(live) in DICTS else value)
+            return _in_place(children, live.copy() if value is ABSENT and type(live) in DICTS else value)
         if kind == "list":
             return _in_place([*children.values()], value)
         if kind == "tuple":

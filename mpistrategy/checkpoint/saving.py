@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import secrets
 import sys
 import threading
 import time
@@ -173,7 +172,7 @@ class Saving(NotPickled):
                 expected="one at a time",
                 fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
             )
-        self._folder = os.path.join(parent, SAVING.format(name) + secrets.token_hex(8))
+        self._folder = os.path.join(parent, SAVING.format(name) + os.urandom(8).hex())
         files.change(own_files.make_folder, self._folder)
         self._lock = files.Lock(self._folder)
 
@@ -380,7 +379,7 @@ class Saving(NotPickled):
         It gets another name first: a rank that still writes sees that all of it is gone, not a part.
         """
         if self._communicator.rank == 0 and self._folder:
-            hidden = self._folder[:-8] + secrets.token_hex(4)  # another token, so that a sweep knows it, too
+            hidden = self._folder[:-8] + os.urandom(4).hex()  # another token, so that a sweep knows it, too
             with contextlib.suppress(OSError):
                 files.change(os.rename, self._folder, hidden)
                 self._folder = hidden  # a file may come meanwhile: `_abandon` removes what is left
