@@ -427,13 +427,15 @@ strategy = ms.MirroredStrategy()
 def slow(what, name):
     if what == "fsync" and strategy.rank == 0:
         time.sleep(0.3)
+    elif what == "fsync" and end == "full":
+        raise OSError(28, "No space left")
 
 
 with strategy.scope():
     checkpoint = ms.Checkpoint(x=ms.Variable(np.ones(1000)), own=lambda: np.full(9, strategy.rank))
 checkpoint_files.watcher = slow
 checkpoint.save(folder, wait=False)
-if end == "plain":
+if end in ("plain", "full"):
     pass
 elif strategy.rank == 0:
     strategy.barrier("later") if end != "exit" else sys.exit(0)
@@ -455,6 +457,11 @@ def test_the_end_of_the_program_waits(launch: Launch, tmp_path: Path, end: str) 
     assert found["x"].tolist() == [1.0] * 1000
     assert [found[f"own@{rank}"].tolist() for rank in range(2)] == [[0] * 9, [1] * 9]
     assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", *(f"shard-0000{n}.safetensors" for n in range(2))]
+
+
+def test_the_end_of_the_program_says_what_was_not_saved(launch: Launch, tmp_path: Path) -> None:
+    job = launch(2, [launching.program(ENDS, tmp_path), tmp_path / "c", "full"]).check()
+    assert "/c' was not saved: No space left" in job.stderr, job
 
 
 def test_it_comes_into_place_without_a_further_call(strategy: ms.MirroredStrategy, folder: Path) -> None:
