@@ -492,6 +492,7 @@ class Reading:
         arrays: the parts that this rank has read, by path and first element.
         owns: the per-rank data that this rank has read, by the rank that saved them.
         reader_of: the rank that reads the data of each rank that saved; in ascending order.
+        same_ranks: whether as many ranks saved as there are now.
         own_arrays: the arrays of this rank, on as many ranks as saved.
         values: the plain values of this rank; of another rank if this rank did not save.
 
@@ -513,11 +514,7 @@ class Reading:
         shards, saved = len(self.manifest.shards), self.manifest.ranks
         self._readers, self._shard_of = places(communicator.node_of, shards, saved)
         self.reader_of: Array = np.array(self._readers)[self._shard_of]
-
-    @property
-    def same_ranks(self) -> bool:
-        """Whether as many ranks saved as there are now."""
-        return self.manifest.ranks == self.communicator.size
+        self.same_ranks: bool = saved == communicator.size
 
     def read_shards(self, names: Collection[str]) -> None:
         """Read this rank's shards, whole; keep the arrays below some names, and the per-rank data.
