@@ -163,7 +163,7 @@ class Comparison:
         self._state = state
         items = source.manifest.items
         self._items = {path: item for path, item in items.items() if path.partition("/")[0] in names}
-        self.left_out = {*source.manifest.names} ^ {*names} if partial else set[str]()
+        self.left_out: set[str] = {*source.manifest.names} ^ {*names} if partial else set()
         self.staged: dict[str, Array] = {}
         #: The paths right below each path; and the kind of the object there or nearest above that tells its own state.
         self._paths_below: dict[str, list[str]] = defaultdict(list)
