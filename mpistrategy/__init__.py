@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, Stateful
     from mpistrategy.checkpoint.manager import CheckpointManager
     from mpistrategy.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
-    from mpistrategy.checkpoint.rows import Rows
+    from mpistrategy.checkpoint.state import Rows
     from mpistrategy.training.gradient_buckets import GradientBuckets
 
 __version__ = "1.0.0rc1"
@@ -64,7 +64,7 @@ _LATER = {
     "GradientBuckets": "training.gradient_buckets",
     "PreemptionCheckpointHandler": "checkpoint.preemption",
     "Restored": "checkpoint.checkpoint",
-    "Rows": "checkpoint.rows",
+    "Rows": "checkpoint.state",
     "Saving": "checkpoint.checkpoint",
     "Stateful": "checkpoint.checkpoint",
     "TerminationConfig": "checkpoint.preemption",

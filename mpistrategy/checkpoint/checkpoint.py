@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from mpistrategy import context
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.reading import arrays_of
-from mpistrategy.checkpoint.restoring import Restored, restore
+from mpistrategy.checkpoint.restoring import Restored, arrays_of, restore
 from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State
 from mpistrategy.errors import OptionError, OptionTypeError, StaleStateWarning
@@ -237,16 +236,10 @@ class Checkpoint(NamesOurs):
         """
         self._wait("Checkpoint.wait", name)
 
-    def _wait(self, where: str, name: str | None = None) -> None:
-        """Do `wait`, for the public call `where`."""
-        self._settle(where, name)
+    def _wait(self, where: str, name: str | None = None, *, raises: bool = True) -> None:
+        """Do `wait`, for the public call `where`; without `raises`, the next call raises an error of the save."""
         if self._saving is not None:
-            self._saving._raise_failure(where)
-
-    def _settle(self, where: str, name: str | None = None) -> None:
-        """Do `_wait`; the next save or wait raises an error of the save."""
-        if self._saving is not None:
-            self._saving._settle(where, name)
+            self._saving._settle(where, name, raises=raises)
 
     def _agreed(
         self, operation: str, directory: Any, options: str, strategy: Strategy, call: Call
@@ -256,10 +249,7 @@ class Checkpoint(NamesOurs):
         They expect one more agreement.
         """
         path = checked_path(directory, call.where)
-        if operation == "save":
-            self._wait(call.where)
-        else:
-            self._settle(call.where)
+        self._wait(call.where, raises=operation == "save")
         call.expect_more()
         objects = checked_objects(call.where, "objects", self.objects)
         objects = {name: value() if _is_function(value) else value for name, value in objects.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import weakref
@@ -12,13 +11,14 @@ from types import TracebackType
 from typing import Self
 
 from mpistrategy import context
+from mpistrategy.checkpoint import files
 from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, checked_path
+from mpistrategy.checkpoint.format import is_checkpoint
 from mpistrategy.checkpoint.saving import SAVING
-from mpistrategy.checkpoint.storage import files
-from mpistrategy.checkpoint.storage.format import is_checkpoint
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointMissingError,
     CheckpointReadError,
 )
@@ -80,7 +80,7 @@ class CheckpointManager(NamesOurs, Settable):
         self.keep = keep
         self.skipped, self.restored = {}, None
         #: The lock of the folder, on rank 0 from the first save on.
-        self._lock: files.OneWriter | None = None
+        self._lock: files.Lock | None = None
         #: The steps that the last restore found damaged; and the last step that was saved.
         self._damaged: set[int] = set()
         self._saved: int | None = None
@@ -161,14 +161,14 @@ class CheckpointManager(NamesOurs, Settable):
         context.require_cross_replica(strategy, "CheckpointManager.restore")
         communicator = strategy.extended.communicator
         with Call(communicator.guard, "CheckpointManager.restore", called=name) as call:
-            self.checkpoint._settle(call.where)  # the next save, wait or close raises its error
+            self.checkpoint._wait(call.where, raises=False)  # the next save, wait or close raises its error
             call.expect_more()
-            names = []
+            text = ""
             if communicator.rank == 0:
                 with files.reading(call.where, self.directory):
-                    names = [name for name in self._names() if name.startswith(("step-", ".step-"))]
+                    text = "/".join(name for name in self._names() if name.startswith(("step-", ".step-")))
             call.agree("look for checkpoints", destination=self.directory, options=f"{partial=}")
-            names = json.loads(communicator.allgather_text(json.dumps(names))[0])
+            names = [*filter(None, communicator.allgather_text(text)[0].split("/"))]
             self.skipped = {name: _INCOMPLETE for name in names if not _STEP.fullmatch(name)}
             self.restored, self._damaged = None, set()
             for step in reversed(_steps_in(names)):
@@ -235,7 +235,16 @@ class CheckpointManager(NamesOurs, Settable):
             return
         files.make_folders(self.directory)
         files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
-        self._lock = files.OneWriter(self.directory)
+        path = os.path.join(os.path.realpath(self.directory), ".lock")
+        try:
+            self._lock = files.Lock(path, os.O_RDWR | os.O_CREAT)
+        except BlockingIOError as error:
+            raise CheckpointExistsError.at(
+                "CheckpointManager",
+                found=f"another job, or another manager of this one, that has locked {path!r}",
+                expected="one writer for a folder",
+                fix="Use a folder for each job, or close() the other manager first.",
+            ) from error
         weakref.finalize(self, self._lock.close)
         if self._lock.is_held:
             files.sweep(self.directory, _UNFINISHED)
@@ -252,17 +261,14 @@ class CheckpointManager(NamesOurs, Settable):
         """
         call.expect_more()
         if self.keep is not None and self._lock is not None:  # not another rank than 0, and something has been saved
-            steps: list[int] = []
             with contextlib.suppress(CheckpointError):
                 steps = [step for step in self.steps() if step not in self._damaged]
-            other_steps = [step for step in steps if step != self._saved]
-            for step in other_steps[: max(0, len(steps) - self.keep)]:
-                hidden = os.path.join(self.directory, SAVING.format(f"step-{step:012}") + "0" * 16)
-                with contextlib.suppress(OSError):
-                    files.change(
-                        os.rename, self.path_of(step), hidden
-                    )  # if the job ends meanwhile, the next one sweeps the rest
-                    files.remove(hidden)
+                other_steps = [step for step in steps if step != self._saved]
+                for step in other_steps[: max(0, len(steps) - self.keep)]:
+                    hidden = os.path.join(self.directory, SAVING.format(f"step-{step:012}") + "0" * 16)
+                    with contextlib.suppress(OSError):  # if the job ends meanwhile, the next one sweeps the rest
+                        files.change(os.rename, self.path_of(step), hidden)
+                        files.remove(hidden)
         call.agree("remove old checkpoints", options=f"keep={self.keep}")
 
     def __repr__(self) -> str:

@@ -127,7 +127,16 @@ class PreemptionCheckpointHandler(Settable):
     ) -> None:
         config = TerminationConfig() if termination_config is None else termination_config
         checked_type(_WHERE, "termination_config", config, TerminationConfig, "a TerminationConfig")
-        self.checkpoint_manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        saver: Any = checkpoint_or_checkpoint_manager
+        if isinstance(saver, Checkpoint) and checkpoint_dir is not None:
+            saver = CheckpointManager(saver, checked_path(checkpoint_dir, _WHERE, "checkpoint_dir"), keep=2)
+        elif not isinstance(saver, CheckpointManager) or checkpoint_dir is not None:
+            raise OptionTypeError.at(
+                _WHERE,
+                found=f"checkpoint_or_checkpoint_manager={saver!r}, checkpoint_dir={checkpoint_dir!r}",
+                expected="a CheckpointManager, or a Checkpoint and a checkpoint_dir",
+            )
+        self.checkpoint_manager = saver
         self._config = config
         self._steps_between_votes = checked_count(_WHERE, "steps_between_votes", steps_between_votes)
         self._unchecked = 0
@@ -309,15 +318,3 @@ def _in_words(step: int, notices: Sequence[str], took: float, grace: float | Non
     within = f" of {grace:g} s" if grace is not None else ""
     late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
     return f"told to stop ({who}): saved step {step}, {seconds:.1f} s{within} after the signal{late}"
-
-
-def _manager(saver: Any, folder: Any) -> CheckpointManager:
-    if isinstance(saver, Checkpoint) and folder is not None:
-        return CheckpointManager(saver, checked_path(folder, _WHERE, "checkpoint_dir"), keep=2)
-    if isinstance(saver, CheckpointManager) and folder is None:
-        return saver
-    raise OptionTypeError.at(
-        _WHERE,
-        found=f"checkpoint_or_checkpoint_manager={saver!r}, checkpoint_dir={folder!r}",
-        expected="a CheckpointManager, or a Checkpoint and a checkpoint_dir",
-    )

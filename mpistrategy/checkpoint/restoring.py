@@ -1,14 +1,21 @@
 """Restoring a checkpoint: everything is read and checked on all ranks before the first object changes.
 
 1. Rank 0 reads the manifest, and tells the others.
-2. Some ranks read the shards and compare their checksums.
+2. Each shard is read by one rank, on as many ranks as saved by its writer, and its checksum is compared.  The readers
+   are spread over the nodes.  So each byte is read once, and then sent: networks are faster than the file system that
+   the nodes share.
 3. Each rank gets the plain values that it had, and compares the checkpoint with its objects, path by path.
-4. The arrays go to the ranks (`reading`), and the objects change.
+4. The arrays go to the ranks, and the objects change.
+
+An array that was saved once goes to all ranks.  If each rank had a copy, each rank gets its own copy back; on another
+number of ranks all ranks get the combined copies, and keep their shares of a sum.  The rows of a global array are split
+again, equally many for each rank.
 """
 
 from __future__ import annotations
 
-import copy
+import math
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,29 +29,57 @@ from mpistrategy.arrays.convert import (
     as_target,
     hand_back,
     like_given,
+    on_device_of,
     placed_as,
 )
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
 from mpistrategy.arrays.foreign import as_tensor, library_of
-from mpistrategy.checkpoint.reading import Reading, deliver, from_rank_0, read_text, store
-from mpistrategy.checkpoint.rows import Rows
+from mpistrategy.checkpoint.files import check_is_trusted, damaged, opened, reading
+from mpistrategy.checkpoint.format import (
+    ABSENT,
+    COMBINED,
+    LENGTH_BYTES,
+    LONGEST_TEXT,
+    NAME,
+    ONE,
+    OWN,
+    ROWS,
+    Item,
+    Manifest,
+    as_array,
+    below,
+    by_width,
+    checked_state,
+    dtype_of,
+    from_json,
+    is_shape,
+    loads,
+    parse,
+    raw,
+    read_shard,
+    require,
+    set_state,
+    shard_name,
+    shares,
+)
+from mpistrategy.checkpoint.saving import REPLACED, exchange, places
 from mpistrategy.checkpoint.state import (
     ARRAYS,
     DICTS,
     KEPT,
     REPLACEABLE,
     UNDECIDED,
+    Rows,
     State,
     is_array,
     is_tuple,
 )
-from mpistrategy.checkpoint.storage.files import reading
-from mpistrategy.checkpoint.storage.format import COMBINED, ONE, OWN, ROWS, Item, Manifest, dtype_of
-from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, checked_state, from_json, set_state
 from mpistrategy.errors import CheckpointMismatchError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.objects.kept import Kept
 from mpistrategy.objects.text import printable
+from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
 #: What is raised over items that no save has written.
@@ -98,13 +133,13 @@ def restore(objects: dict[str, Any], state: State, path: str, partial: bool, cal
     fit.compare(call.where)
     call.agree("compare a checkpoint with the objects")
     fit.prepare(objects)
-    fit.staged = deliver(source, fit.targets())
+    fit.staged = deliver(source, fit.targets(), call)
     call.expect_more()
     manifest = source.manifest
     objects.update({name: fit.restored(name) for name in manifest.names if name in objects})
     fit.reset()
     call.agree("restore a checkpoint")
-    left_out = tuple(printable(skipped, "") for skipped in fit.left_out)
+    left_out = tuple(printable(skipped, "") for skipped in sorted(fit.left_out))
     notes = _notes(manifest, state.strategy.layout())
     return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, left_out, dict(objects))
 
@@ -126,10 +161,9 @@ class Comparison:
     def __init__(self, source: Reading, state: State, names: Collection[str], partial: bool) -> None:
         self._source = source
         self._state = state
-        self._partial = partial
         items = source.manifest.items
         self._items = {path: item for path, item in items.items() if path.partition("/")[0] in names}
-        self.left_out: list[str] = []
+        self.left_out: set[str] = {*source.manifest.names} ^ {*names} if partial else set()
         self.staged: dict[str, Array] = {}
         #: The paths right below each path; and the kind of the object there or nearest above that tells its own state.
         self._paths_below: dict[str, list[str]] = defaultdict(list)
@@ -142,7 +176,7 @@ class Comparison:
     # ------------------------------------------------------------------------------------------- what does not fit
 
     def compare(self, where: str) -> None:
-        """Note the names that are left out; raise CheckpointMismatchError, with a list, for what does not fit."""
+        """Raise CheckpointMismatchError, with a list, for what does not fit."""
         problems = [printable(line, "")[:_LONGEST] for line in islice(self._problems(), _MOST_PROBLEMS + 1)]
         if problems:
             problems[_MOST_PROBLEMS:] = ["and more"] * (len(problems) > _MOST_PROBLEMS)
@@ -155,11 +189,18 @@ class Comparison:
 
     def _problems(self) -> Iterator[str]:
         """Yield what does not fit; the text may come from a checkpoint."""
-        for path, text in self._missing():
-            if self._partial and "/" not in path:
-                self.left_out.append(path)
-            else:
-                yield f"{path}: {text}"
+        absent: set[str] = set()
+        for path, own_item in self._state.items.items():
+            above = path.rpartition("/")[0]
+            self._inside.setdefault(path, self._inside[above])
+            is_free = self._inside[above] == "object" or own_item.kind in REPLACEABLE or path in self._state.firsts
+            if path not in self._items and (above in absent or not (above and is_free)):
+                absent.add(path)
+                if above not in absent and path not in self.left_out:
+                    yield f"{path}: {self._in_words(path)} here, nothing in the checkpoint"
+        for name in self._source.manifest.names:
+            if name not in self._items and name not in self.left_out:
+                yield f"{name}: {self._source.manifest.items[name].kind} in the checkpoint, nothing here"
         for path, item in self._items.items():
             try:
                 trouble = self._trouble(path, item)
@@ -168,24 +209,9 @@ class Comparison:
             if trouble:
                 yield f"{path}: {trouble}"
 
-    def _missing(self) -> Iterator[tuple[str, str]]:
-        """Yield the paths that are on one side only, and what is on the other."""
-        absent: set[str] = set()
-        for path, own_item in self._state.items.items():
-            above = path.rpartition("/")[0]
-            self._inside.setdefault(path, self._inside[above])
-            is_free = self._inside[above] == "object" or own_item.kind in REPLACEABLE or path in self._state.firsts
-            if path not in self._items and (above in absent or not (above and is_free)):
-                absent.add(path)
-                if above not in absent:
-                    yield path, f"{self._in_words(path)} here, nothing in the checkpoint"
-        for name in self._source.manifest.names:
-            if name not in self._items:
-                yield name, f"{self._source.manifest.items[name].kind} in the checkpoint, nothing here"
-
     def _trouble(self, path: str, item: Item) -> str:
         """Return why an item does not fit the program's object; "" if it does."""
-        value, kind, own_item = self._target(path, item), item.kind, self._state.items.get(path)
+        value, kind = self._target(path, item), item.kind
         if item.copies == OWN and not self._source.same_ranks and kind != "rng":
             return (
                 f"each of the {self._source.manifest.ranks} ranks that saved had a {kind} of its own; "
@@ -195,9 +221,8 @@ class Comparison:
             )
         if not self._fits(path, item, value):
             shape = f" {item.dtype}{list(self._shape_of(path, item))}" if item.is_array else ""
-            return f"{kind}{shape} in the checkpoint, {self._in_words(path)} here"
-        if kind == "variable" and item.copies in COMBINED and own_item is not None and own_item.copies == UNDECIDED:
-            return f"aggregation {item.copies} in the checkpoint, NONE here"
+            how = f" with aggregation {item.copies}" if item.copies in COMBINED else ""
+            return f"{kind}{shape}{how} in the checkpoint, {self._in_words(path)} here"
         if kind in ARRAYS and isinstance(value, np.ndarray) and not value.flags.writeable:
             return "a read-only array here"
         if kind == "rng":
@@ -214,36 +239,38 @@ class Comparison:
 
     def _fits(self, path: str, item: Item, value: Any) -> bool:
         """Return whether there is an object of this kind, dtype and shape, or a replaceable object."""
-        kind, own_item, live = item.kind, self._state.items.get(path), self._state.live.get(path, ABSENT)
-        if kind == "variable":
+        own_item, kind = self._state.items.get(path), item.kind
+        here = "" if own_item is None else own_item.kind
+        if item.is_array != (kind in ARRAYS or kind in ("variable", ROWS)):
+            return False
+        if value is ABSENT:
             # An optimizer has looked at the variables that it will make.
-            is_planned = own_item is None and self._inside[path] == "optimizer"
-            return is_planned or (isinstance(value, Variable) and self._has_layout(path, item))
-        if kind == ROWS:
-            is_like = own_item is not None and (own_item.dtype, own_item.shape[1:]) == (item.dtype, item.shape[1:])
-            return live is ABSENT or (isinstance(live, Rows) and (is_like or value is ABSENT))
-        if kind in ARRAYS and _is_in_place(value):
-            return self._has_layout(path, item)
+            is_planned = kind == "variable" and self._inside[path] == "optimizer"
+            return is_planned or (kind in REPLACEABLE and here != ROWS) or (kind == ROWS and here in ("", ROWS))
+        if kind in ("variable", ROWS):
+            return here == kind and self._has_layout(path, item)
         if kind == "plain" or kind in ARRAYS:
-            may_go = own_item is None or own_item.kind in REPLACEABLE or (value is ABSENT and own_item.kind != ROWS)
-            return item.is_array == (kind != "plain") and not _is_in_place(value) and may_go
+            is_in_place = _is_in_place(value)
+            return self._has_layout(path, item) if is_in_place else here in REPLACEABLE
         if kind == "tuple":
-            names = getattr(live, "_fields", ())
-            return value is ABSENT or (is_tuple(value) and (not names or len(names) == len(self._paths_below[path])))
+            names = getattr(value, "_fields", ())
+            return is_tuple(value) and (not names or len(names) == len(self._paths_below[path]))
         if kind in ("dict", "list"):
-            return value is ABSENT or type(value) in (DICTS if kind == "dict" else (list,))
-        return own_item is not None and own_item.kind == kind and not item.is_array
+            return type(value) in (DICTS if kind == "dict" else (list,))
+        return here == kind
 
     def _has_layout(self, path: str, item: Item) -> bool:
+        """Return whether the array here has this dtype and shape; and whether its copies are combined, if these are."""
         own_item = self._state.items.get(path)
         return (
             own_item is not None
             and item.is_array
             and (own_item.dtype, own_item.shape) == (item.dtype, self._shape_of(path, item))
+            and not (item.copies in COMBINED and own_item.copies == UNDECIDED)
         )
 
     def _shape_of(self, path: str, item: Item) -> tuple[int, ...]:
-        """Return the shape of the array that this rank gets; for rows, the shape of the first rank's."""
+        """Return the shape of the array that this rank gets; of rows, without their number."""
         is_own = item.copies == OWN and self._source.same_ranks
         return tuple(self._source.values[path]) if is_own else item.shape
 
@@ -333,7 +360,7 @@ class Comparison:
             return live
         children = {key: self.restored(inner) for key, inner in self._below(path, item).items()}
         if kind == "dict":
-            return _in_place(children, copy.copy(live) if value is ABSENT and type(live) in DICTS else value)
+            return _in_place(children, live.copy() if value is ABSENT and type(live) in DICTS else value)
         if kind == "list":
             return _in_place([*children.values()], value)
         if kind == "tuple":
@@ -346,11 +373,9 @@ class Comparison:
 
     def _restored_array(self, array: Array, item: Item, value: Any, live: Any) -> Any:
         if item.kind == ROWS:
-            rows = like_given(array, live.value) if isinstance(live, Rows) else array
-            if value is ABSENT:
-                return Rows(rows)
-            value.value = rows
-            return value
+            rows = value if isinstance(value, Rows) else Rows(array)
+            rows.value = like_given(array, live.value) if isinstance(live, Rows) else array
+            return rows
         if _is_in_place(value) and library_of(value) not in NEVER_WRITTEN:
             target = as_target(value, "Checkpoint.restore", "an array")
             target[...] = placed_as(array, target)
@@ -388,3 +413,254 @@ def _notes(manifest: Manifest, now: dict[str, Any]) -> tuple[str, ...]:
         for key, then in manifest.layout.items()
         if now.get(key) != then and key not in no_news
     )
+
+
+# ------------------------------------------------------------------------------------------- reading on all ranks
+
+
+def read_text(path: str) -> bytes:
+    """Return the folder of a checkpoint and its manifest; on one rank."""
+    above, name = os.path.split(path)
+    replaced = os.path.join(above, REPLACED.format(name))  # a job may have ended between the two renames
+    folder = replaced if os.path.lexists(replaced) and not os.path.lexists(path) else path
+    check_is_trusted(folder)
+    with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+        return os.fsencode(folder) + b"\0" + file.read()
+
+
+def from_rank_0(ranks: Ranks, text: bytes) -> bytes:
+    """Return the text of rank 0 on every rank.  Collective."""
+    length = np.array([len(text)], np.int64)
+    ranks.bcast(length, 0)
+    message = np.frombuffer(text, np.uint8).copy() if ranks.rank == 0 else np.empty(int(length[0]), np.uint8)
+    ranks.bcast(message, 0)
+    return message.tobytes()
+
+
+class Own:
+    """The data of a rank, as its shard has them.
+
+    Args:
+        data: the bytes: the arrays, those of the widest dtypes first; the values as JSON; the length of that.
+        items: the arrays and values that differ between the ranks.
+        where: the name of the checkpoint, for errors.
+
+    Attributes:
+        data: as given.
+        line: the bytes of the values.
+        values: by path; of arrays whose shape may differ between ranks, the shape.
+        arrays: by path, in native byte order, not copied where that can be.
+
+    Raises:
+        CheckpointDamagedError: for other data than the items say.
+    """
+
+    def __init__(self, data: Array, items: Mapping[str, Item], where: str) -> None:
+        self.data = data
+        end = data.size - LENGTH_BYTES
+        begin = end - int.from_bytes(data[max(0, end) :].tobytes(), "little")
+        self.line: Array = data[max(0, begin) : end]
+        self.values: dict[str, Any] = loads(self.line.tobytes(), where)
+        self.arrays: dict[str, Array] = {}
+        start = 0
+        try:
+            for path in by_width(items):
+                item = items[path]
+                shape = self.values[path] if item.copies in (OWN, ROWS) else item.shape
+                require(is_shape(shape, item.itemsize), "shape")
+                require(item.copies != ROWS or tuple(shape[1:]) == item.shape[1:], "rows")
+                stop = start + math.prod(shape) * item.itemsize
+                self.arrays[path] = as_array(data[start:stop], item.dtype, shape)
+                start = stop
+            require(start == begin, "size")
+        except (TypeError, ValueError, LookupError) as error:
+            raise damaged(where, f"other data of a rank than the manifest names ({str(error)[:80]})") from error
+
+
+class Reading:
+    """A checkpoint that some ranks read together.
+
+    Args:
+        communicator: the ranks.
+        path: the checkpoint.
+        text: what `read_text` has returned on rank 0.
+
+    Attributes:
+        communicator, path: as given.
+        manifest: as all ranks know it.
+        parts: of each array that was saved once: the ranks that read it, its first elements for them, and those after.
+        arrays: the parts that this rank has read, by path and first element.
+        owns: the per-rank data that this rank has read, by the rank that saved them.
+        reader_of: the rank that reads the data of each rank that saved; in ascending order.
+        same_ranks: whether as many ranks saved as there are now.
+        own_arrays: the arrays of this rank, on as many ranks as saved.
+        values: the plain values of this rank; of another rank if this rank did not save.
+
+    Raises:
+        CheckpointDamagedError: for a manifest of no save.
+    """
+
+    def __init__(self, communicator: Ranks, path: str, text: bytes) -> None:
+        self.communicator = communicator
+        self.path = path
+        self.parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        self.arrays: dict[tuple[str, int], Array] = {}
+        self.owns: dict[int, Own] = {}
+        self.own_arrays: dict[str, Array] = {}
+        self.values: dict[str, Any] = {}
+        folder, _, data = text.partition(b"\0")
+        self._folder = os.fsdecode(folder)
+        self.manifest: Manifest = parse(data, path)
+        shards, saved = len(self.manifest.shards), self.manifest.ranks
+        self._readers, self._shard_of = places(communicator.node_of, shards, saved)
+        self.reader_of: Array = np.array(self._readers)[self._shard_of]
+        self.same_ranks: bool = saved == communicator.size
+
+    def read_shards(self, names: Collection[str]) -> None:
+        """Read this rank's shards, whole; keep the arrays below some names, and the per-rank data.
+
+        Raises:
+            CheckpointDamagedError: for another size or checksum than the manifest says.
+        """
+        items, own = self.manifest.items, self.manifest.own
+        shared = shares(items, len(self.manifest.shards))
+        for number, (reader, size_and_sum) in enumerate(zip(self._readers, self.manifest.shards, strict=True)):
+            for path, (begin, stop) in shared[number].items():
+                self.parts[path].append((reader, begin, stop))
+            if reader == self.communicator.rank:
+                ranks = np.flatnonzero(self._shard_of == number).tolist() if own else []
+                entries = [(f"_rank {rank}", own[rank], True) for rank in ranks]
+                for path, (begin, stop) in shared[number].items():
+                    is_kept = path.partition("/")[0] in names
+                    entries.append((path, (stop - begin) * items[path].itemsize, is_kept))
+                file = os.path.join(self._folder, shard_name(number))
+                contents = read_shard(file, *size_and_sum, entries)
+                for rank in ranks:
+                    self.owns[rank] = Own(contents.pop(f"_rank {rank}"), self.manifest.of_each_rank, self.path)
+                for path, data in contents.items():
+                    shape = [data.size // items[path].itemsize]
+                    self.arrays[path, shared[number][path][0]] = as_array(data, items[path].dtype, shape)
+
+    def tell_owns(self, call: Call) -> None:
+        """Make `own_arrays` and `values`.  Collective; the ranks expect one more agreement then."""
+        ranks, manifest, is_same = self.communicator, self.manifest, self.same_ranks
+        own = self.owns.get(ranks.rank) if is_same else None
+        if manifest.own and not (is_same and (self.reader_of == np.arange(ranks.size)).all()):
+            outgoing: list[list[Array]] = [[] for _ in range(ranks.size)]
+            for rank, pieces in enumerate(outgoing):
+                read = self.owns.get(rank % manifest.ranks)
+                if read is not None:
+                    pieces.append(read.data if is_same else read.line)
+            received = exchange(ranks, outgoing, "send what each rank had", call)
+            call.expect_more()
+            data = max(received, key=len)  # the others are empty
+            if is_same:
+                own = Own(data, manifest.of_each_rank, self.path)
+            else:
+                self.values = loads(data.tobytes(), self.path)
+        call.expect_more()
+        if own is not None:
+            self.own_arrays, self.values = own.arrays, own.values
+
+
+def arrays_of(path: str) -> dict[str, Array]:
+    """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
+    with reading("Checkpoint.arrays", path):
+        source = Reading(Alone(), path, read_text(path))
+        manifest = source.manifest
+        source.read_shards(manifest.names)
+        source.own_arrays = source.owns[0].arrays if source.owns else {}
+        items = {name: item for name, item in manifest.items.items() if item.is_array}
+        arrays = deliver(source, {name: (None, item.copies) for name, item in items.items() if item.copies != OWN})
+        for name, item in items.items():
+            for rank, own in sorted(source.owns.items()) if item.copies == OWN else ():
+                arrays[f"{name}@{rank}"] = own.arrays[name]
+    return arrays
+
+
+def deliver(
+    source: Reading, targets: Mapping[str, tuple[Variable | None, str]], call: Call | None = None
+) -> dict[str, Array]:
+    """Write arrays into variables; return the arrays without a variable, by path.  Collective.
+
+    Args:
+        source: the checkpoint.
+        targets: by path, the variable or None, and how copies are saved (`Item.copies`) there.
+        call: of several ranks.
+    """
+    ranks, staged = source.communicator, {}
+    for path, (variable, copies) in targets.items():
+        item = source.manifest.items[path]
+        if item.copies == OWN or (source.same_ranks and item.copies == copies in COMBINED):
+            array = source.own_arrays[path]  # this rank gets its own copy back
+        elif item.copies == ROWS:
+            array = _rows(source, path, item, call)
+        else:
+            array = (_total if item.copies in ("SUM", "MEAN") else _copy)(source, path, item)
+            if copies == "SUM":
+                array = share_of(array, ranks.rank, ranks.size)
+        if variable is None:
+            staged[path] = array
+        else:
+            store(variable, array)
+    return staged
+
+
+def store(var: Variable, array: Array) -> None:
+    """Write an ndarray of its dtype and shape into this rank's copy of a variable, whatever its policy is."""
+    storage = var._storage
+    with on_device_of(storage):
+        storage[...] = placed_as(array, storage)
+
+
+def _copy(source: Reading, path: str, item: Item) -> Array:
+    """Return the only copy, or the first rank's, on all ranks; the ranks that have read its parts send them."""
+    ranks, parts = source.communicator, source.parts[path]
+    if item.is_of_each_rank:
+        parts = [(int(source.reader_of[0]), 0, item.elements)]
+    array = np.empty(item.elements, dtype_of(item.dtype))
+    for root, begin, stop in parts:
+        if root == ranks.rank:
+            own = item.is_of_each_rank
+            stored = source.owns[0].arrays[path] if own else source.arrays.pop((path, begin))
+            if len(parts) == 1:
+                array = stored.reshape(-1)  # which need not be copied
+            else:
+                array[begin:stop] = stored
+        if stop > begin:
+            ranks.bcast(array[begin:stop], root)
+    return array.reshape(item.shape)
+
+
+@quietly
+def _total(source: Reading, path: str, item: Item) -> Array:
+    """Return the sum or mean of all copies: added in rank order by each reader, then by all."""
+    dtype = wire_dtype(dtype_of(item.dtype))
+    if dtype.kind not in "iufc":  # of bools, their number; of the smallest floats
+        dtype = np.dtype(np.int32 if dtype.kind == "b" else np.float32)
+    total = np.zeros(item.shape, dtype)
+    for _, own in sorted(source.owns.items()):
+        total += own.arrays[path].astype(dtype, copy=False)
+    if total.size:
+        source.communicator.allreduce(total.reshape(-1))
+    return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(dtype_of(item.dtype))
+
+
+def _rows(source: Reading, path: str, item: Item, call: Call | None) -> Array:
+    """Return this rank's part of a global array: the next rows, equally many on each rank but the last ranks."""
+    ranks, lengths = source.communicator, np.zeros(source.manifest.ranks, np.int64)
+    for saved, own in source.owns.items():
+        lengths[saved] = len(own.arrays[path])
+    ranks.allreduce(lengths)
+    ends = np.cumsum(lengths)
+    length = max(1, -(-int(ends[-1]) // ranks.size))
+    outgoing: list[list[Array]] = [[] for _ in range(ranks.size)]
+    for saved, own in sorted(source.owns.items()):
+        end, block = int(ends[saved]), own.arrays[path]
+        begin = end - len(block)
+        for rank in range(begin // length, -(-end // length)):
+            part = block[max(0, rank * length - begin) : (rank + 1) * length - begin]
+            outgoing[rank].append(raw(part))
+    received = np.concatenate(exchange(ranks, outgoing, "send rows", call))  # readers are in the order of rows
+    count = max(0, min(length, int(ends[-1]) - ranks.rank * length))
+    return as_array(received, item.dtype, (count, *item.shape[1:]))

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import secrets
 import sys
 import threading
 import time
@@ -34,10 +33,10 @@ import numpy as np
 from mpistrategy import own_files
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.state import State
-from mpistrategy.checkpoint.storage import files
-from mpistrategy.checkpoint.storage.format import (
+from mpistrategy.checkpoint import files
+from mpistrategy.checkpoint.format import (
     ALIGNMENT,
+    LENGTH_BYTES,
     NAME,
     ONE,
     OWN,
@@ -51,6 +50,7 @@ from mpistrategy.checkpoint.storage.format import (
     shard_name,
     shares,
 )
+from mpistrategy.checkpoint.state import State
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import interval
@@ -65,7 +65,7 @@ SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
 #: The name of a shard that is written: its number, size and checksum; and of the empty file of a rank that has failed.
 _DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.1
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.03
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
 _STALLED_SECONDS = 60.0
 #: A checkpoint gets one writer for so many bytes.
@@ -73,6 +73,7 @@ BYTES_A_WRITER = 2**26
 #: The most writers of a node, and of the job if it has fewer nodes.  There are more where the ranks have too much
 #: per-rank data for one writer to gather.
 MOST_A_NODE, MOST_WRITERS = 8, 1024
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Saving(NotPickled):
@@ -98,6 +99,7 @@ class Saving(NotPickled):
         self.has_failed: bool = False
         self._communicator = communicator
         self._overwrite = overwrite
+        self._process = os.getpid()
         #: The folder while it is written, and its lock; the writers.
         self._folder = ""
         self._lock: files.Lock | None = None
@@ -105,8 +107,6 @@ class Saving(NotPickled):
         #: Whether this rank has written its shard; and whether its thread is done.
         self._written, self._done = threading.Event(), threading.Event()
         self._done.set()
-        #: Lets the thread look for the shards at once.
-        self._look_now = threading.Event()
         #: The error in the thread of this rank; and the error that all ranks know and no call has raised.
         self._error: CheckpointError | None = None
         self._failure: CheckpointError | None = None
@@ -144,7 +144,8 @@ class Saving(NotPickled):
         if wait:
             self._join(call)
         else:
-            _note(self)
+            atexit.register(self._end_of_program)
+            before_abort.append(self._end_of_program)
         return state.by_name(digests)
 
     def _start(self, pieces: list[Any], manifest: Manifest) -> None:
@@ -171,7 +172,7 @@ class Saving(NotPickled):
                 expected="one at a time",
                 fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
             )
-        self._folder = os.path.join(parent, SAVING.format(name) + secrets.token_hex(8))
+        self._folder = os.path.join(parent, SAVING.format(name) + os.urandom(8).hex())
         files.change(own_files.make_folder, self._folder)
         self._lock = files.Lock(self._folder)
 
@@ -254,8 +255,7 @@ class Saving(NotPickled):
                 if sizes == before:
                     return
                 end = time.monotonic() + seconds
-            self._look_now.wait(pause)
-            self._look_now.clear()
+            time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _end_of_program(self) -> None:
@@ -263,7 +263,7 @@ class Saving(NotPickled):
 
         When they have ended, the folder has its final name, or is gone.
         """
-        if self._is_known:
+        if self._process != os.getpid():  # a forked child: it is the parent's
             return
         with contextlib.suppress(KeyboardInterrupt, OSError):  # the user does not want to wait; or the folder is gone
             for _ in self._looks(_STALLED_SECONDS):
@@ -294,21 +294,33 @@ class Saving(NotPickled):
             CheckpointWriteError, CheckpointExistsError: on every rank; there is no new checkpoint then.
         """
         self._settle("Saving.wait", name)
-        self._raise_failure("Saving.wait")
         if self.has_failed:
             raise CheckpointWriteError.at("Saving.wait", found="a checkpoint that failed before", expected="a new save")
         return self.path
 
-    def _settle(self, where: str, name: str | None = None) -> None:
-        """Wait for the threads of all ranks, for the public call `where`.  Collective; keeps its error."""
-        if self._is_known:
-            return
-        try:
-            with Call(self._communicator.guard, where, called=name) as call:
-                self._join(call)
-        except CheckpointError as error:  # on all ranks; after other errors the threads go on
-            self._failure = error
-            self._abandon()
+    def _settle(self, where: str, name: str | None = None, *, raises: bool = True) -> None:
+        """Wait for the threads of all ranks, for the public call `where`.  Collective.
+
+        With `raises`, raise the error of a failed save, once, on every rank: the same error, in that call.
+        """
+        if not self._is_known:
+            try:
+                with Call(self._communicator.guard, where, called=name) as call:
+                    self._join(call)
+            except CheckpointError as error:  # on all ranks; after other errors the threads go on
+                self._failure = error
+                self._abandon()
+        failure = self._failure
+        if raises and failure is not None:
+            self._failure = None
+            rank = self._communicator.rank if failure.rank is None else failure.rank
+            name, text = os.path.basename(self.path), failure.found or str(failure)
+            raise type(failure).at(
+                where,
+                found=f"that the save of {name!r} with wait=False has failed on rank {rank}: {text}",
+                expected="a folder that every rank can write to, with room in it",
+                fix="Nothing is left of that save. This call has done nothing else; another one will.",
+            ) from failure
 
     def _join(self, call: Call) -> None:
         """Wait for the threads of all ranks; raise the first error on all."""
@@ -318,22 +330,7 @@ class Saving(NotPickled):
             if self._error is not None:
                 raise self._error
             call.agree(step, destination=self.path, patiently=True)
-            self._look_now.set()
         self._end()
-
-    def _raise_failure(self, where: str) -> None:
-        """Raise the error of a failed save, once, on every rank: the same error, in the public call `where`."""
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return
-        rank = self._communicator.rank if failure.rank is None else failure.rank
-        name, text = os.path.basename(self.path), failure.found or str(failure)
-        raise type(failure).at(
-            where,
-            found=f"that the save of {name!r} with wait=False has failed on rank {rank}: {text}",
-            expected="a folder that every rank can write to, with room in it",
-            fix="Nothing is left of that save. This call has done nothing else; another one will.",
-        ) from failure
 
     # ------------------------------------------------------------------------------------------- completing it
 
@@ -372,7 +369,6 @@ class Saving(NotPickled):
     def _abandon(self) -> None:
         """Give up the save.  Never raises."""
         self.has_failed = True
-        self._look_now.set()
         self._done.wait()
         self._remove()
         self._end()
@@ -383,7 +379,7 @@ class Saving(NotPickled):
         It gets another name first: a rank that still writes sees that all of it is gone, not a part.
         """
         if self._communicator.rank == 0 and self._folder:
-            hidden = self._folder[:-8] + secrets.token_hex(4)  # another token, so that a sweep knows it, too
+            hidden = self._folder[:-8] + os.urandom(4).hex()  # another token, so that a sweep knows it, too
             with contextlib.suppress(OSError):
                 files.change(os.rename, self._folder, hidden)
                 self._folder = hidden  # a file may come meanwhile: `_abandon` removes what is left
@@ -393,6 +389,9 @@ class Saving(NotPickled):
         """Note the outcome, which all ranks know now."""
         self._is_known = True
         self.is_committed = not self.has_failed
+        atexit.unregister(self._end_of_program)
+        if self._end_of_program in before_abort:
+            before_abort.remove(self._end_of_program)
         if self._lock is not None:
             self._lock.close()
 
@@ -411,18 +410,42 @@ def count_of_writers(node_of: Sequence[int], nbytes: int, own_bytes: int) -> int
     return max(1, min(-(-nbytes // BYTES_A_WRITER), most, len(node_of)))
 
 
-def places(node_of: Sequence[int], count: int) -> tuple[list[int], Array]:
+def places(node_of: Sequence[int], count: int, ranks: int) -> tuple[list[int], Array]:
     """Return the rank that writes or reads each of so many shards, and the shard of each rank's data.
 
-    The ranks are spread over the nodes; the first is rank 0.
+    Args:
+        node_of: the nodes of the ranks.  Those that write or read are spread over the nodes; the first is rank 0.
+        count: how many shards there are.
+        ranks: how many ranks have data.
     """
     by_node, size = np.argsort(node_of, kind="stable"), len(node_of)
-    shard_of = np.empty(size, np.int64)
-    shard_of[by_node] = (np.arange(1, size + 1) * count - 1) // size
-    return by_node[np.arange(count) * max(size, count) // count % size].tolist(), shard_of
+    chosen = np.sort(by_node[np.arange(count) * max(size, count) // count % size])
+    return chosen.tolist(), (np.arange(1, ranks + 1) * count - 1) // ranks
 
 
-def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[list[int]], list[Any]]:
+def exchange(ranks: Ranks, outgoing: Sequence[Sequence[Array]], step: str, call: Call | None) -> list[Array]:
+    """Send bytes to each rank, in pieces; return the bytes that each rank has sent.  Collective.
+
+    Args:
+        ranks: the ranks.
+        outgoing: the pieces, by rank.
+        step: the step of the call, in words.
+        call: of several ranks; has agreed, and agrees once more: a rank may have no memory for its part.
+    """
+    sent = np.array([sum(piece.size for piece in pieces) for pieces in outgoing], np.int64)
+    counts = np.empty_like(sent)
+    ranks.alltoall(sent, counts)
+    if call is not None:
+        call.expect_more()
+    data = np.concatenate([_NOTHING, *(piece for pieces in outgoing for piece in pieces)])
+    received = np.empty(int(counts.sum()), np.uint8)
+    if call is not None:
+        call.agree(step)
+    ranks.alltoallv(data, sent.tolist(), received, counts.tolist())
+    return np.split(received, np.cumsum(counts)[:-1])
+
+
+def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[int], list[Any]]:
     """Return the writers, `Manifest.own`, and the bytes of the shard that this rank writes, none if it writes none.
 
     Collective.  The ranks have agreed on the items that are saved once.  They expect one more agreement: a rank that
@@ -431,80 +454,45 @@ def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], l
     Raises:
         OptionError: on every rank, for more plain values of a rank than `restore` accepts.
     """
-    me, size = communicator.rank, communicator.size
+    me, size, items = communicator.rank, communicator.size, state.items
     call.expect_more()
-    own, sizes = _own(state, call.where)
+    block = _own(state, call.where)
     call.agree("take what each rank has")
-    table = np.zeros((size, len(sizes)), np.int64)
-    if own:
-        communicator.allgatherv(np.array(sizes, np.int64), [len(sizes)] * size, table)
-    lengths, items = table[:, 1], state.items
+    sizes = np.zeros(size if block else 0, np.int64)
+    if block:
+        communicator.allgatherv(np.array([sum(piece.size for piece in block)], np.int64), [1] * size, sizes)
     once = sum(state.arrays[path].nbytes for path, item in items.items() if item.is_array and item.copies == ONE)
-    own_bytes = int(lengths.sum())
+    own_bytes = int(sizes.sum())
     count = count_of_writers(communicator.node_of, once + own_bytes, own_bytes)
-    writers, shard_of = places(communicator.node_of, count)
+    writers, shard_of = places(communicator.node_of, count, size)
+    blocks: list[Sequence[Array]] = [block if rank == me else () for rank in range(size)]
+    if block and count < size:
+        outgoing: list[list[Array]] = [[] for _ in range(size)]
+        outgoing[writers[shard_of[me]]] = block
+        received = exchange(communicator, outgoing, "gather what each rank has", call)
+        blocks = [[data] if data.size else () for data in received]
     call.expect_more()
-    blocks = {me: own} if own else {}
-    if own and count < size:
-        writer_of = np.array(writers)[shard_of]
-        is_sent, is_here = writer_of[me] != me, (writer_of == me) & (np.arange(size) != me)
-        outgoing = np.concatenate(own) if is_sent else np.empty(0, np.uint8)
-        taken = np.where(is_here, lengths, 0)
-        received = np.empty(int(taken.sum()), np.uint8)
-        call.agree("gather what each rank has")
-        counts = np.where(np.arange(size) == writer_of[me], outgoing.size, 0)
-        communicator.alltoallv(outgoing, counts.tolist(), received, taken.tolist())
-        call.expect_more()
-        others = np.split(received, np.cumsum(taken[is_here])[:-1])
-        blocks |= {rank: [block] for rank, block in zip(np.flatnonzero(is_here).tolist(), others, strict=False)}
-    own_table = np.column_stack([shard_of, table]).T.tolist() if own else []
     if me not in writers:
-        return writers, own_table, []
-    arrays = {}
+        return writers, sizes.tolist(), []
+    contents = {f"_rank {rank}": pieces for rank, pieces in enumerate(blocks) if pieces}
     for path, (begin, stop) in shares(items, count)[writers.index(me)].items():
         array = state.arrays[path]
         is_whole = stop - begin == items[path].elements
-        arrays[path] = host_array(array if is_whole else array.reshape(-1)[begin:stop])
-    return writers, own_table, pieces_of(dict(sorted(blocks.items())), arrays)
+        contents[path] = [host_array(array if is_whole else array.reshape(-1)[begin:stop])]
+    return writers, sizes.tolist(), pieces_of(contents)
 
 
-def _own(state: State, where: str) -> tuple[list[Array], list[int]]:
-    """Return the bytes of this rank's data, and their numbers in `Manifest.own`; nothing if no rank has any."""
+def _own(state: State, where: str) -> list[Array]:
+    """Return the bytes of this rank's data, in pieces; nothing if no rank has any."""
     items = {path: item for path, item in state.items.items() if item.is_of_each_rank}
+    if not items:
+        return []
     values = {
         path: state.arrays[path].shape if item.is_array else state.values[path]
         for path, item in items.items()
         if item.copies in (OWN, ROWS)
     }
-    if not items:
-        return [], [0, 0]
     pieces = [raw(host_array(state.arrays[path])) for path in by_width(items)]
     line = dumps(values, where)
-    line += b" " * (-(len(line) + sum(piece.size for piece in pieces)) % ALIGNMENT)
-    pieces.append(np.frombuffer(line, np.uint8))
-    rows = [len(state.arrays[path]) for path, item in items.items() if item.copies == ROWS]
-    return pieces, [len(line), sum(piece.size for piece in pieces), *rows]
-
-
-# ------------------------------------------------------------------------------------------- the end of the program
-
-#: The saves with ``wait=False`` of which the outcome is not known to all ranks.
-_open: list[Saving] = []
-_watches_the_end = False
-
-
-def _note(saving: Saving) -> None:
-    """Have the end of the program wait for a save."""
-    global _watches_the_end
-    _open[:] = [earlier for earlier in _open if not earlier._is_known]
-    _open.append(saving)
-    if not _watches_the_end:
-        _watches_the_end = True
-        before_abort.append(_at_the_end)
-        atexit.register(_at_the_end)
-        os.register_at_fork(after_in_child=_open.clear)  # they are the parent's
-
-
-def _at_the_end() -> None:
-    while _open:
-        _open.pop()._end_of_program()
+    line += b" " * (-(len(line) + LENGTH_BYTES + sum(piece.size for piece in pieces)) % ALIGNMENT)
+    return [*pieces, np.frombuffer(line + len(line).to_bytes(LENGTH_BYTES, "little"), np.uint8)]

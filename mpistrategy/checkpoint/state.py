@@ -20,12 +20,23 @@ from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign, library_of
-from mpistrategy.checkpoint.rows import Rows
-from mpistrategy.checkpoint.storage.format import DEEPEST, ONE, OWN, ROWS, Item, dtype_text
-from mpistrategy.checkpoint.storage.plain_values import GENERATORS, NOT_PLAIN, below, state_of, to_json
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.checkpoint.format import (
+    DEEPEST,
+    GENERATORS,
+    NOT_PLAIN,
+    ONE,
+    OWN,
+    ROWS,
+    Item,
+    below,
+    dtype_text,
+    state_of,
+    to_json,
+)
+from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.kept import Kept, Leaf, is_stateful
+from mpistrategy.objects.other_names import NamesOurs
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.strategy import Strategy
@@ -46,6 +57,73 @@ KEPT = frozenset({"optimizer", "accumulator", "streams", "iterator"})
 DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict, Counter)
 #: None and empty containers, as JSON.
 _EMPTY: tuple[Any, ...] = (None, "", [], {"tuple": []}, {"dict": []})
+
+
+class Rows(NamesOurs):
+    """This rank's rows of a global array, for checkpoints.
+
+    The global array is the rows of all ranks, one after the other in rank order.  A checkpoint restores it on any
+    number of ranks, also on the number that saved it: of n rows in all, each of p ranks gets the next ceil(n / p), the
+    last ones fewer or none.  The restored rows are a new array in `value`.
+
+    Args:
+        value: an array of shape (rows, ...) of NumPy, CuPy, torch or JAX, not copied.  The number of rows may differ
+            between the ranks, and may be 0; the dtype and the other axes must not.
+
+    Attributes:
+        value: the array.  Assign another one at any time.  A restore assigns one of the same library, on the same
+            device.
+
+    Raises:
+        OptionTypeError: for anything else than an array.
+        ShapeError: for an array without axes.
+
+    >>> import os, tempfile, numpy as np, mpistrategy as ms
+    >>> field = ms.Rows(np.arange(6.0).reshape(3, 2))
+    >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy("CPU:0").scope():
+    ...     checkpoint = ms.Checkpoint(field=field)
+    ...     path = checkpoint.save(os.path.join(folder, "first")).path
+    ...     field.value = np.empty((0, 2))
+    ...     _ = checkpoint.restore(path)
+    >>> field.value.tolist()
+    [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    """
+
+    _words_of = "Rows"
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def value(self) -> Any:
+        """This rank's rows."""
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if not (isinstance(value, np.ndarray) or is_on_device(value) or is_foreign(value)):
+            raise OptionTypeError.at(
+                "Rows",
+                found=f"a {type(value).__name__}",
+                expected="an array of shape (rows, ...)",
+                fix="Write ms.Rows(np.asarray(...)).",
+            )
+        if not value.shape:
+            raise ShapeError.at("Rows", found="an array without axes", expected="an array of shape (rows, ...)")
+        self._value = value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this rank's rows."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return self.value.dtype
+
+    def __repr__(self) -> str:
+        return f"Rows({self.value!r})"
 
 
 class State:
@@ -141,7 +219,8 @@ class State:
 
     def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
-        self.items[path] = Item(kind, copies, dtype, array.shape)
+        shape = (0, *array.shape[1:]) if copies == ROWS else array.shape
+        self.items[path] = Item(kind, copies, dtype, shape)
         self.arrays[path] = array
 
     def _unknown(self, path: str, value: Any) -> OptionTypeError:
@@ -216,9 +295,7 @@ class State:
         """
         lines = []
         for path, item in self.items.items():
-            live, shape = self.live[path], str(list(item.shape))
-            if item.copies in (UNDECIDED, OWN, ROWS):
-                shape = f"[any, {str(list(item.shape[1:]))[1:]}" if item.copies == ROWS else "[any shape]"
+            live, shape = self.live[path], "[any shape]" if item.copies in (UNDECIDED, OWN) else list(item.shape)
             is_shared = isinstance(live, Variable) and not live.strategy.extended._is_local
             who = f" is {live._key}" if is_shared else ""
             lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.keys or ''}")

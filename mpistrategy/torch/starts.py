@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
+from mpistrategy.checkpoint.format import NOT_PLAIN, from_json, to_json
 from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.reduction.collectives import checked_root

@@ -170,7 +170,7 @@ OTHERS = (
     "reduction/test_every_route.py::test_in_gpu_memory",
     "arrays/test_array_methods.py::test_an_array_in_gpu_memory_is_copied_to_the_host",
     "input/test_first_batches.py::test_what_else_rows_may_be",
-    "checkpoint/test_rows.py::test_rows_of_real_ranks",
+    "checkpoint/test_ranks.py::test_rows_of_real_ranks",
     "cli/test_bench_gpus.py",
 )
 #: Their figures are times, or the others need them: one after the other.

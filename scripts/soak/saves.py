@@ -25,8 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.checkpoint import saving
-from mpistrategy.checkpoint.storage import files
+from mpistrategy.checkpoint import files, saving
 from mpistrategy.testing import run_replicas
 
 KINDS = ("overwrite", "in the background", "manager")

@@ -22,7 +22,7 @@ from replicas import RANK, SIZE, all_raise, new_variable, outcomes, several
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint import reading
+from mpistrategy.checkpoint import saving
 from mpistrategy.checkpoint.saving import count_of_writers, places
 
 
@@ -282,6 +282,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredSt
     checkpoint_of(
         strategy, kept=kept, w=new_variable(strategy, np.ones(2)), dtype=new_variable(strategy, np.ones(2)), gone=1,
         array=np.zeros(3), adam=ms.optimizers.Adam(), rng=np.random.default_rng(0), seeded=strategy.rng(1), kind=1.0,
+        total=new_variable(strategy, 1, synchronization="ON_READ", aggregation="SUM"),
     ).save(folder / "c")  # fmt: skip
     kept.assign(np.zeros(3))
     frozen = np.zeros(3)
@@ -289,7 +290,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredSt
     other = checkpoint_of(
         strategy, kept=kept, w=new_variable(strategy, np.ones(3)), dtype=new_variable(strategy, np.ones(2, np.float32)),
         new=1, array=frozen, adam=ms.optimizers.SGD(), rng=np.random.Generator(np.random.MT19937(0)),
-        seeded=strategy.rng(2), kind=kept,
+        seeded=strategy.rng(2), kind=kept, total=new_variable(strategy, 1, synchronization="ON_READ"),
     )  # fmt: skip
     text = all_raise(errors.CheckpointMismatchError, other.restore, folder / "c")
     for line in (
@@ -297,7 +298,8 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredSt
         "dtype: variable <f8[2] in the checkpoint, variable <f4[2] here",
         "gone: plain in the checkpoint, nothing here", "new: a int here, nothing in the checkpoint",
         "array: a read-only array here", "adam: Adam with slots ['m', 'v'] in the checkpoint, SGD [] here", "rng: ",
-        "seeded: seed 1 in the checkpoint, 2 here", "kind: plain in the checkpoint, variable <f8[3] here",
+        "seeded: seed 1 in the checkpoint, 2 here", "total: variable <i8[] with aggregation SUM in the checkpoint, ",
+        "kind: plain in the checkpoint, variable <f8[3] here",
     ):  # fmt: skip
         assert line in text
     assert kept.numpy().tolist() == [0, 0, 0]
@@ -450,7 +452,7 @@ def test_the_bytes_say_how_many_write(what: str) -> None:
     ranks, once, own, count, nodes = PLANS[what]
     node_of = [rank // 8 for rank in range(ranks)]
     assert count_of_writers(node_of, once + own * ranks, own * ranks) == count
-    writers, _ = places(node_of, count)
+    writers, _ = places(node_of, count, ranks)
     assert (len({*writers}), len({rank // 8 for rank in writers})) == (count, nodes)
 
 
@@ -474,7 +476,7 @@ def test_a_rank_without_memory_for_what_the_ranks_had(
     checkpoint.save(folder / "c")
     with monkeypatch.context() as patch:
         if RANK == SIZE - 1:
-            patch.setattr(reading, "_NOTHING", NoMemory())
+            patch.setattr(saving, "_NOTHING", NoMemory())
         found = outcomes(checkpoint.restore, folder / "c")
     assert [outcome.error for outcome in found] == [errors.RemoteError] * (SIZE - 1) + [Exception]
     assert f"rank {SIZE - 1} could not make this call" in found[0].text

@@ -27,9 +27,7 @@ from replicas import RANK, SIZE, long_lane, outcomes, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage.format import NAME, VERSION, shard_name, with_head
-
-one_rank = pytest.mark.one_rank
+from mpistrategy.checkpoint.format import NAME, VERSION, shard_name, with_head
 
 
 class Saved:
@@ -50,6 +48,7 @@ class Saved:
                 plain=[1, {"a": 2.5}],
                 kept=[np.ones(2), 1],
                 empty=np.zeros((0, 1)),
+                rows=ms.Rows(np.ones((1, 2))),
             )
         with many_writers():
             self.checkpoint.save(self.path)
@@ -144,13 +143,14 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "many ranks": lambda c: c.update(ranks=10**9, shards=c["shards"] * 2),
     "more ranks": lambda c: c.update(ranks=SIZE + 1),
     "shards twice": lambda c: c.update(shards=c["shards"] * 2),
-    "data of a rank in no shard": lambda c: c["own"][0].__setitem__(0, SIZE),
-    "data of a rank in a negative shard": lambda c: c["own"][0].__setitem__(0, -1),
-    "words for a shard": lambda c: c["own"][0].__setitem__(0, "abc"),
-    "other bytes of values": lambda c: c["own"][1].__setitem__(0, c["own"][1][0] - 1),
-    "more bytes of values than there are": lambda c: c["own"][1].__setitem__(0, 2**40),
-    "more bytes of a rank": lambda c: c["own"][2].__setitem__(0, c["own"][2][0] + 8),
-    "rows of nothing": lambda c: c["own"].append(c["own"][0]),
+    "words for the bytes of a rank": lambda c: c["own"].__setitem__(0, "abc"),
+    "fewer bytes of a rank": lambda c: c["own"].__setitem__(0, c["own"][0] - 8),
+    "more bytes of a rank": lambda c: c["own"].__setitem__(0, c["own"][0] + 8),
+    "more bytes of a rank than there are": lambda c: c["own"].__setitem__(0, 2**40),
+    "no bytes of a rank": lambda c: c["own"].__setitem__(0, 0),
+    "bytes of a rank that is none": lambda c: c["own"].append(64),
+    "narrower numbers of a rank": lambda c: item(c, "total", 2, "<i4"),
+    "other axes of rows": lambda c: item(c, "rows", 3, [0, 3]),
     "no data of ranks": lambda c: c.update(own=[]),
     "words for ranks": lambda c: c.update(ranks="1"),
     "no shards": lambda c: c.update(shards=[]),
@@ -220,7 +220,7 @@ def test_formats_of_others_and_of_the_future(saved: Saved, head: str) -> None:
 
 
 @pytest.mark.slow
-@one_rank
+@pytest.mark.one_rank
 def test_random_changes(tmp_path: Path) -> None:
     program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
     program.checkpoint.save(tmp_path / "c")
@@ -229,7 +229,7 @@ def test_random_changes(tmp_path: Path) -> None:
     assert 0 < figures.fine < figures.read
 
 
-@one_rank
+@pytest.mark.one_rank
 def test_what_a_checkpoint_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
     program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
     program.checkpoint.save(tmp_path / "c")
@@ -255,7 +255,7 @@ RIGHT = (2).to_bytes(8, "little") + b"{}" + bytes(8)
 LENGTHS = [n.to_bytes(8, "little") + RIGHT[8:] for n in (2**63, 10**8, 3, 1, 0)]
 
 
-@one_rank
+@pytest.mark.one_rank
 def test_shards_that_lie(tmp_path: Path) -> None:
     """With a checksum that is right.  What a header says of arrays is not read."""
     with ms.OneDeviceStrategy("CPU:0").scope():
@@ -322,7 +322,7 @@ SLOW = ("a manifest of 200 MB", "a manifest of 64 MiB of lists")
 
 
 @pytest.mark.slow
-@one_rank
+@pytest.mark.one_rank
 @pytest.mark.parametrize("what", [pytest.param(what, marks=long_lane if what in SLOW else ()) for what in LARGE])
 def test_large_files(tmp_path: Path, what: str) -> None:
     """Read in a process of its own, quickly and without much memory."""
@@ -367,7 +367,7 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-@one_rank
+@pytest.mark.one_rank
 @pytest.mark.parametrize(("kind", "name", "value"), NUMBERS)
 def test_a_generator_that_points_elsewhere(tmp_path: Path, kind: str, name: str, value: Any) -> None:
     generator: Any = np.random.RandomState(0)

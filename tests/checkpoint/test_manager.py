@@ -16,7 +16,7 @@ from replicas import RANK, all_raise, new_variable, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage.format import NAME, shard_name
+from mpistrategy.checkpoint.format import NAME, shard_name
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import numpy as np
 from replicas import gather_texts
 
 import mpistrategy as ms
-from mpistrategy.checkpoint import saving
-from mpistrategy.checkpoint.storage import files
+from mpistrategy.checkpoint import files, saving
 
 
 def shared_folder(tmp_path: Path) -> Path:

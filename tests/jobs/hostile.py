@@ -22,9 +22,8 @@ import numpy as np
 from checkpoints import Training
 
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.format import NAME, shard_name, with_head
-from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN
+from mpistrategy.checkpoint.files import checksum_of
+from mpistrategy.checkpoint.format import ABSENT, NAME, NOT_PLAIN, shard_name, with_head
 
 #: Nothing may take longer: a second, with slack for a busy machine.
 MOST_SECONDS = 5.0

@@ -274,7 +274,7 @@ elif what == "meeting at work":
     with strategy.scope():
         ms.Variable(meet_and_work)
 elif what in ("slow disk", "slow disk behind"):
-    from mpistrategy.checkpoint.storage import files as checkpoint_files
+    from mpistrategy.checkpoint import files as checkpoint_files
 
     with strategy.scope():
         objects = {f"v{number}": ms.Variable(np.zeros(3)) for number in range(20)}

@@ -9,30 +9,35 @@ The shards are files in the format safetensors, which many programs read: eight 
 the header has the dtype, shape and offsets of each array; the bytes of the arrays follow.  The header is for other
 programs.  An array of a dtype that safetensors does not have is stored as bytes.
 
-A shard has the data of some ranks, each as one entry, `_rank N`: arrays, and a line of JSON.  After them it has its
-part of the arrays that are saved once.  These lie one after the other, those of the widest dtypes first, and each shard
-has an equal part of their bytes, up to whole elements.
+A shard has the data of some ranks, each as one entry, `_rank N`: arrays, a line of JSON, and the length of that.  Each
+shard has those of equally many ranks, in rank order.  After them it has its part of the arrays that are saved once.
+These lie one after the other, those of the widest dtypes first, and each shard has an equal part of their bytes, up to
+whole elements.
+
+Plain values are JSON, too: ints of any size, all bits of floats, tuples as tuples.  A type that JSON does not have is
+an object with one key, which names the type; a dict is a list of pairs, so that its keys cannot be mistaken for such a
+name.  The states of NumPy's random generators are such values.  NumPy checks little of a state, so it is checked here.
 
 A file may be forged: sizes are checked before memory is allocated for them.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
 import os
 import re
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.storage.files import PIECE_BYTES, checksum_of, damaged, is_ours, moves_on, opened
+from mpistrategy.checkpoint.files import PIECE_BYTES, checksum_of, damaged, is_ours, moves_on, opened
 from mpistrategy.errors import CheckpointError, DTypeError, OptionError
 from mpistrategy.objects.text import printable
 
@@ -57,8 +62,7 @@ class Item:
         kind: a word of `mpistrategy.checkpoint.state`; `Kept._kept_as` of this package's own objects.
         copies: `ONE`, `OWN`, `ROWS` or one of `COMBINED`; "" for an object that only holds other items.
         dtype: of an array.
-        shape: of an array; where each rank has its own array, of rank 0's: the first axis of rows, and all of `OWN`,
-            may differ between the ranks.
+        shape: of an array; where each rank has its own array, of rank 0's.  The first axis of rows is 0 here.
         keys: of the items below it; None for positions.
         values: a tuple of the value, if it was saved once; else empty.
     """
@@ -126,8 +130,7 @@ class Manifest:
         ranks: how many ranks saved it.
         shards: the size and the checksum of each of its files.
         items: the items, by path.
-        own: of each rank's data, a list over the ranks: the shard that has them, how many bytes their values and all
-            together have, and the number of rows of each `ROWS`.  Empty without per-rank data.
+        own: how many bytes the data of each rank have; empty without per-rank data.
         layout: `Strategy.layout()` of the job that wrote it.
         written_by: the version of this package.
     """
@@ -135,7 +138,7 @@ class Manifest:
     ranks: int
     shards: Sequence[tuple[int, str]]
     items: dict[str, Item]
-    own: list[list[int]] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
     written_by: str = ""
 
@@ -148,11 +151,6 @@ class Manifest:
     def of_each_rank(self) -> dict[str, Item]:
         """The arrays and values that differ between the ranks."""
         return {path: item for path, item in self.items.items() if item.is_of_each_rank}
-
-    @property
-    def rows(self) -> list[str]:
-        """The paths of the rows of global arrays."""
-        return [path for path, item in self.items.items() if item.copies == ROWS]
 
     def text(self, where: str) -> bytes:
         """Return the bytes of the file; raise OptionError for more names and plain values than `parse` accepts."""
@@ -209,10 +207,8 @@ def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, wri
         checked[path] = _item(*packed)
     require(isinstance(written_by, str) and len(written_by) <= 100 and isinstance(layout, dict), "layout")
     manifest = Manifest(ranks, shards, checked, own, layout, printable(written_by, ""))
-    require(len(own) == (3 + len(manifest.rows) if manifest.of_each_rank else 0), "data of the ranks")
-    for column in own:
-        require(len(column) == ranks and all(_is_count(number, MOST_BYTES) for number in column), "data of a rank")
-    require(all(number < len(shards) for number in own[0]) if own else True, "data in no shard")
+    require(len(own) == (ranks if manifest.of_each_rank else 0), "data of the ranks")
+    require(all(_is_count(nbytes, MOST_BYTES) for nbytes in own), "data of a rank")
     return manifest
 
 
@@ -268,7 +264,8 @@ NAMES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-_LENGTH_BYTES = 8
+#: The bytes of a number that says how long a text is.
+LENGTH_BYTES = 8
 #: The arrays begin at a multiple of this.  Arrays of the widest dtypes come first, so that each array is aligned.
 ALIGNMENT = 64
 
@@ -286,30 +283,26 @@ def raw(array: Array) -> Array:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
 
 
-def pieces_of(owns: Mapping[int, list[Array]], arrays: Mapping[str, Array]) -> list[Any]:
+def pieces_of(contents: Mapping[str, Sequence[Array]]) -> list[Any]:
     """Return the bytes of a shard, in pieces.
 
     Args:
-        owns: the bytes of the data of some ranks, in pieces.
-        arrays: by name.
+        contents: by name, an array; or the bytes of the data of a rank, in pieces.
     """
-    entries: list[tuple[str, str, Sequence[int] | None, list[Array]]] = [
-        (f"_rank {rank}", "U8", None, pieces) for rank, pieces in owns.items()
-    ]
-    for path, array in arrays.items():
-        name = NAMES.get(dtype_text(array.dtype, path))
-        entries.append((path, name or "U8", array.shape if name else None, [raw(array)]))
     header: dict[str, Any] = {"__metadata__": {"format": "mpistrategy"}}
+    data: list[Array] = []
     start = 0
-    for path, name, shape, pieces in entries:
+    for path, arrays in contents.items():
+        name = NAMES.get(dtype_text(arrays[0].dtype, path))
+        pieces = [raw(array) for array in arrays]
+        data += pieces
         stop = start + sum(piece.size for piece in pieces)
-        shape = [stop - start] if shape is None else shape
-        header[path] = {"dtype": name, "shape": shape, "data_offsets": [start, stop]}
+        shape = arrays[0].shape if name and len(arrays) == 1 else [stop - start]
+        header[path] = {"dtype": name or "U8", "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
-    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    return [head, *(piece for *_, pieces in entries for piece in pieces)]
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
+    return [len(text).to_bytes(LENGTH_BYTES, "little") + text, *data]
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -333,9 +326,9 @@ def read_shard(path: str, nbytes: int, checksum: str, entries: Sequence[tuple[st
     """
     contents: dict[str, Array] = {}
     with opened(path, nbytes, nbytes) as file:
-        head = file.read(_LENGTH_BYTES)
+        head = file.read(LENGTH_BYTES)
         length, running_checksum = int.from_bytes(head, "little"), checksum_of(head)
-        if _LENGTH_BYTES + length + sum(size for _, size, _ in entries) != nbytes:
+        if LENGTH_BYTES + length + sum(size for _, size, _ in entries) != nbytes:
             raise damaged(path, f"a header of {length} bytes in {nbytes}, which do not leave what the manifest names")
         for name, size, is_kept in [("", length, False), *entries]:
             data = np.empty(size if is_kept else min(size, PIECE_BYTES), np.uint8)
@@ -423,7 +416,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
             return dtype.newbyteorder("=")
     except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
         pass
-    raise ValueError(f"the dtype {reprlib.repr(text)}")
+    raise ValueError(f"the dtype {text!r:.80}")
 
 
 def is_shape(shape: Any, itemsize: int) -> bool:
@@ -437,3 +430,139 @@ def is_shape(shape: Any, itemsize: int) -> bool:
         and all(type(count) is int and 0 <= count <= MOST_BYTES for count in shape)
         and math.prod(max(count, 1) for count in shape) * itemsize <= MOST_BYTES
     )
+
+
+# ------------------------------------------------------------------------------------------------ plain values
+
+#: Returned for a value that is not plain; None is plain.
+NOT_PLAIN = object()
+#: Stands for an object that is not there; None is a value.
+ABSENT = object()
+#: The deepest nest of plain values.
+_DEEPEST = 100
+
+
+def to_json(value: Any) -> Any:
+    """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else `NOT_PLAIN`.
+
+    Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would lose their class.
+    Nor is what holds itself.
+    """
+    try:
+        return _packed(value, 0)
+    except TypeError:
+        return NOT_PLAIN
+
+
+def _packed(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return {"float": value.hex()}
+    if kind is complex:
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if depth <= _DEEPEST and kind in (list, tuple):
+        items = [_packed(item, depth + 1) for item in value]
+        return items if kind is list else {"tuple": items}
+    if depth <= _DEEPEST and kind is dict and all(type(key) in (str, int) for key in value):
+        return {"dict": [[key, _packed(item, depth + 1)] for key, item in value.items()]}
+    raise TypeError("not plain")
+
+
+#: What returns the value, by the type that is named.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "float": float.fromhex,
+    "complex": lambda parts: complex(*map(float.fromhex, parts)),
+    "bytes": bytes.fromhex,
+    "tuple": lambda items: tuple(map(from_json, items)),
+    "dict": lambda pairs: {key: from_json(item) for key, item in pairs},
+}
+
+
+def from_json(value: Any) -> Any:
+    """Return the value that `to_json` was given.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: for JSON that it does not return.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    ((kind, inner),) = value.items()
+    return _READERS[kind](inner)
+
+
+def below(path: str, key: Any) -> str:
+    """Return the path of the element `key` of the object at `path`."""
+    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
+
+
+# ------------------------------------------------------------------------------------------------ random generators
+
+AnyGenerator: TypeAlias = np.random.Generator | np.random.RandomState
+GENERATORS = (np.random.Generator, np.random.RandomState)
+#: The largest values of numbers in states.  NumPy does not check positions before it reads memory at them.
+_LARGEST = {
+    "pos": 624,  # of MT19937, among the words of its key
+    "buffer_pos": 4,  # of Philox, among the numbers that it has ready
+    "has_uint32": 1,
+    "uinteger": 2**32 - 1,
+    "has_gauss": 1,
+    "inc": 2**128 - 1,
+}
+
+
+def state_of(generator: AnyGenerator) -> Any:
+    """Return the state of a generator as a nest of plain values."""
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
+
+
+def set_state(generator: AnyGenerator, state: Any) -> None:
+    """Set the state of a generator to a state that `state_of` returned.
+
+    Raises:
+        ValueError, TypeError, LookupError, OverflowError: for an invalid state, or a state of another bit generator.
+    """
+    _check(state)
+    if isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def checked_state(generator: AnyGenerator, state: Any, times: int) -> Any:
+    """Return a state for `set_state`; with `times`, of a stream independent of it and of the streams of fewer times.
+
+    Raises:
+        ValueError, TypeError, LookupError, OverflowError: as `set_state`.
+        AttributeError: for a bit generator that has no other streams.
+    """
+    set_state(copy.deepcopy(generator), state)
+    if not times:
+        return state
+    bits = getattr(np.random, state["bit_generator"])(0)
+    bits.state = {key: state[key] for key in bits.state}
+    return {**state, **_plain(bits.jumped(times).state)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _check(state: Any) -> None:
+    """Raise ValueError for numbers that NumPy does not check."""
+    if not isinstance(state, dict):  # NumPy would take a tuple of the same numbers
+        raise ValueError(f"a state of type {type(state).__name__}")
+    for name, value in state.items():
+        if name in _LARGEST and not (type(value) is int and 0 <= value <= _LARGEST[name]):
+            raise ValueError(f"{name} in the state of a generator is no number from 0 to {_LARGEST[name]}")
+        if isinstance(value, dict):
+            _check(value)

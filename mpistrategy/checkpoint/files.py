@@ -24,7 +24,6 @@ from mpistrategy import own_files
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
-    CheckpointExistsError,
     CheckpointMissingError,
     CheckpointReadError,
     CheckpointWriteError,
@@ -37,7 +36,7 @@ watcher: Callable[[str, str], None] | None = None
 #: What file systems without locks say.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-#: The processes and the files that they have locked by `OneWriter`.
+#: The processes and what they have locked.
 _locked: set[tuple[int, str]] = set()
 #: What makes the name of a new folder unique.
 TOKEN = "[0-9a-f]{16}"
@@ -157,35 +156,36 @@ def sync(folder: str) -> None:
 
 
 class Lock:
-    """An open file or folder that is locked until it is closed or the process ends.
+    """An open file or folder that this process has locked until it is closed or the process ends.
 
     Args:
-        path: the folder or file.
+        path: the folder, locked by `flock`; or the file, by a POSIX lock, which a forked child does not share.
         flags: of os.open.
-        take: `fcntl.lockf`; None: `fcntl.flock`.
 
     Attributes:
+        process: this process.
         is_held: whether it is locked; False where the file system has no locks.
 
     Raises:
-        BlockingIOError: if another one holds the lock.
+        BlockingIOError: if it is locked, by this process, too.
         OSError: if it cannot be opened.
     """
 
-    def __init__(
-        self,
-        path: str,
-        flags: int = os.O_RDONLY | os.O_DIRECTORY,
-        take: Callable[[int, int], object] | None = None,
-    ) -> None:
+    def __init__(self, path: str, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> None:
+        self.process: int = os.getpid()
+        self._key = self.process, path
+        if self._key in _locked:  # opening and closing the file would give up a POSIX lock that is there
+            raise BlockingIOError(errno.EAGAIN, "this process has locked it", path)
         self._descriptor: int = os.open(path, flags | _FLAGS, 0o600)
         self.is_held: bool = True
         try:
-            (take or fcntl.flock)(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = fcntl.flock if flags & os.O_DIRECTORY else fcntl.lockf
+            lock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locked.add(self._key)
         except OSError as error:
             self.is_held = False
             if error.errno not in _NO_LOCKS:
-                self.close()
+                os.close(self._descriptor)
                 raise
 
     def close(self) -> None:
@@ -193,43 +193,7 @@ class Lock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-class OneWriter(Lock):
-    """The lock of a folder of checkpoints: its file ``.lock``.
-
-    Args:
-        folder: the folder.
-
-    Attributes:
-        process: the process that has locked it.
-
-    Raises:
-        CheckpointExistsError: if another job or another manager of this process holds it.
-        OSError: if it cannot be opened: it is another user's, say.
-    """
-
-    def __init__(self, folder: str) -> None:
-        path = os.path.join(os.path.realpath(folder), ".lock")
-        self.process: int = os.getpid()
-        self._key = self.process, path
-        try:
-            if self._key in _locked:  # opening and closing the file would give up the lock that is there
-                raise BlockingIOError
-            super().__init__(path, os.O_RDWR | os.O_CREAT, fcntl.lockf)
-        except BlockingIOError as error:
-            raise CheckpointExistsError.at(
-                "CheckpointManager",
-                found=f"another job, or another manager of this one, that has locked {path!r}",
-                expected="one writer for a folder",
-                fix="Use a folder for each job, or close() the other manager first.",
-            ) from error
-        _locked.add(self._key)
-
-    def close(self) -> None:
-        """Give the lock up, if it was not before."""
-        super().close()
-        _locked.discard(self._key)
+            _locked.discard(self._key)
 
 
 # ------------------------------------------------------------------------------------------------ removing

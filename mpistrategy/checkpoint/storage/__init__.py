@@ -1,1 +1,0 @@
-"""The files of a checkpoint: shards of arrays, the manifest, and the locks around them."""
