@@ -105,16 +105,16 @@ class MirroredStrategy(Strategy):
                         where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
                     )
                 limit = timeouts.limit_of(communication_options and communication_options.timeout_seconds)
-                request = None if devices is None else requested(devices, ranks.local_rank, ranks.local_size)
+                request = requested(devices, ranks.local_rank, ranks.local_size)
                 call.agree(
                     "create a strategy",
                     op=getattr(cross_device_ops, "_configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
-                    options=f"devices={request or 'cpu'}, check={level}, on_error={reaction}",
+                    options=f"devices={request.word}, check={level}, on_error={reaction}",
                 )
                 ranks.guard.check_as(level)
                 ranks.guard.timeout = limit
-                if request is None or str(request) == "cpu":  # as all ranks have agreed
+                if request.word == "cpu":  # as all ranks have agreed
                     ranks.devices = tuple(Device(rank, "CPU", 0) for rank in range(ranks.size))
                 else:
                     try:

@@ -153,15 +153,12 @@ class Request:
     """What a program wants its ranks to drive.
 
     Attributes:
-        word: "cpu", "auto", "gpu" or "shared"; the same on all ranks.
+        word: "cpu", "auto", "gpu", "shared", or "a list of CPUs" or "of GPUs"; the same on all ranks.
         index: the number of this rank's device, where the program named it.
     """
 
     word: str
     index: int | None = None
-
-    def __str__(self) -> str:
-        return self.word if self.index is None else f"a list of {self.word.upper()}s"
 
 
 def requested(devices: Any, local_rank: int, local_size: int) -> Request:
@@ -203,7 +200,7 @@ def requested(devices: Any, local_rank: int, local_size: int) -> Request:
     own_device = parsed[local_rank]
     if own_device.kind == "CPU":
         check_exists(own_device, _WHERE, local_size)
-    return Request(str(own_device.kind).lower(), own_device.index)
+    return Request(f"a list of {own_device.kind}s", own_device.index)
 
 
 def choose_device(request: Request, ranks: Ranks) -> Device:
@@ -212,7 +209,7 @@ def choose_device(request: Request, ranks: Ranks) -> Device:
     Raises:
         DeviceError: on every rank alike, when a rank cannot have its GPU, or would have to share it.
     """
-    if request.word == "cpu":
+    if request.word in ("cpu", "a list of CPUs"):
         return Device(ranks.rank, "CPU", request.index or 0)
     sights = [Sight.read(text) for text in ranks.allgather_text(look(request.index).text())]
     try:
