@@ -170,7 +170,7 @@ class Apart(ms.Strategy):
 
 strategy = Apart()
 strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", np.ones(3)).wait())
-background = ranks.once.made[Background]
+background = ranks.made[Background]
 background.free = stopping(background.free)
 strategy.close()
 """
