@@ -143,13 +143,8 @@ class Threads(Ranks, ControlChannel):
         return True
 
 
-#: The communicator of the thread of a replica.
-_world: ContextVar[Threads | None] = ContextVar("_world", default=None)
-
-
-def world() -> Threads | None:
-    """Return the communicator of all replicas that this thread is one of, or None in an ordinary thread."""
-    return _world.get()
+#: The ranks of all replicas of which this thread is one; None in an ordinary thread.
+replicas_here: ContextVar[Threads | None] = ContextVar("replicas_here", default=None)
 
 
 @dataclass
@@ -175,7 +170,7 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
     node_of = [numbers.index(node) for node in nodes or [0] * count]
 
     def replica(rank: int) -> Ending:
-        _world.set(Threads(turns, rank, node_of))
+        replicas_here.set(Threads(turns, rank, node_of))
         turns.begin(rank)
         try:
             return Ending(function())

@@ -14,7 +14,7 @@ from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import ALWAYS, level_of
 from mpistrategy.mpi.faults import injection
-from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
+from mpistrategy.mpi.gpu.device_selection import activate, choose_devices, requested
 from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import start
 from mpistrategy.mpi.over_threads import Threads
@@ -118,11 +118,10 @@ class MirroredStrategy(Strategy):
                     ranks.devices = tuple(Device(rank, "CPU", 0) for rank in range(ranks.size))
                 else:
                     try:
-                        device = choose_device(request, ranks)
+                        ranks.devices = choose_devices(request, ranks)
                     except DeviceError as error:  # raised on all ranks alike
                         raise ranks.guard.mark_reported(error) from None
-                    ranks.share_device(device)
-                    activate(device, ranks.guard)
+                    activate(ranks.devices[ranks.rank], ranks.guard)
         except MpiStrategyError:
             ranks.free()
             raise
@@ -132,7 +131,7 @@ class MirroredStrategy(Strategy):
 
 
 def _connect(comm: Any, contains_errors: bool) -> MpiRanks | Threads:
-    replicas = over_threads.world()
+    replicas = over_threads.replicas_here.get()
     if replicas is not None and comm is None:
         return replicas.duplicate()
     start("MirroredStrategy")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpistrategy.arrays.devices import Device, parse
+from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array, quietly
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
@@ -192,10 +192,6 @@ class Ranks(ABC):
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order; for descriptions, never for data."""
         return list(self._gathered(text))
-
-    def share_device(self, device: Device) -> None:
-        """Tell every rank which device this one drives; fills `devices`."""
-        self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's if they share memory."""

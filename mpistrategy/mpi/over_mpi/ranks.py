@@ -88,7 +88,11 @@ class MpiRanks(Ranks):
                 fix="Call close() on those that are done with, or use `with MirroredStrategy() as strategy:`.",
             ) from error
         self._control = MpiControlChannel(comm) if comm.size > 1 else None
-        leader = self._leader(node_key)
+        inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED) if node_key is None else self._comm.Split(node_key)
+        first_of_node = np.array([comm.rank])
+        inside.Bcast(first_of_node, 0)
+        inside.Free()
+        leader = int(first_of_node[0])
         own_text = json.dumps((leader, sorted(cores()), new_path() if comm.rank == 0 else ""))
         lines = [text.split("\n") for text in self.allgather_text(f"{launcher.versions()}\n{own_text}")]
         launcher.check_versions([line[0] for line in lines])  # first: other versions may say more, or less
@@ -126,15 +130,6 @@ class MpiRanks(Ranks):
             # Ranks that share no memory count as nodes of their own.
             nodes = self.node_of if memory.is_shared else range(self.size)
             world.watch_waiting(self._comm, self.guard, memory, nodes, paths[0])
-
-    def _leader(self, node_key: int | None) -> int:
-        """Return the first rank of this node."""
-        comm = self._comm
-        inside = comm.Split_type(MPI.COMM_TYPE_SHARED) if node_key is None else comm.Split(node_key)
-        leader = np.array([comm.rank])
-        inside.Bcast(leader, 0)
-        inside.Free()
-        return int(leader[0])
 
     def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | Mailboxes]:
         """Make the shared memory of this node.

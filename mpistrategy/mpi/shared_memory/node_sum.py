@@ -117,8 +117,6 @@ class ShareOfNode:
         dtype, wide = arrays[0].dtype, host_wire_dtype(arrays[0].dtype)
         begin, end = share(arrays[0].size, local_rank, len(arrays), dtype.itemsize)
         step = piece_elements(len(arrays), dtype.itemsize)
-        if wide == dtype and len(arrays) == 2 and len(targets) == 1 and divisor == 1:
-            step = max(1, end - begin)  # no element is read twice
         self._op, self._divisor, self._combination = op, divisor, combination
         self._wide = wide if wide != dtype else None
         places = [slice(start, min(start + step, end)) for start in range(begin, end, step)]

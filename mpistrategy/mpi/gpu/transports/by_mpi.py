@@ -63,14 +63,14 @@ class StagedPath(DevicePath):
             else:
                 ranks.allreduce(values, op, wire=link_wire)
 
-        self._run_chunks(ranks, buffer, combine, stores=root is None or root == ranks.rank)
+        self._run(self._chunks(ranks, buffer, combine, stores=root is None or root == ranks.rank))
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by `root`'s buffer."""
         sends = ranks.rank == root
-        self._run_chunks(ranks, buffer, lambda memory: ranks.bcast(memory, root), loads=sends, stores=not sends)
+        self._run(self._chunks(ranks, buffer, lambda memory: ranks.bcast(memory, root), loads=sends, stores=not sends))
 
-    def _run_chunks(
+    def _chunks(
         self,
         ranks: Ranks,
         buffer: DeviceArray,
@@ -78,15 +78,12 @@ class StagedPath(DevicePath):
         *,
         loads: bool = True,
         stores: bool,
-    ) -> None:
+    ) -> Iterator[Halves]:
         """Let the ranks combine a buffer chunk by chunk; some ranks only load it, or only store it."""
-        step = self._chunk_bytes // buffer.itemsize * buffer.itemsize
-        pieces = []
-        for start in range(0, buffer.nbytes, step):
-            size = min(step, buffer.nbytes - start)
+        for start in range(0, buffer.nbytes, self._chunk_bytes):
+            size = min(self._chunk_bytes, buffer.nbytes - start)
             at = [(buffer.data.ptr + start, 0, size)]
-            pieces.append(self._piece(ranks, size, at if loads else [], combine, at if stores else []))
-        self._run(pieces)
+            yield self._piece(ranks, size, at if loads else [], combine, at if stores else [])
 
     def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
         """Write all ranks' blocks into `target`: every rank has a part of each piece."""
