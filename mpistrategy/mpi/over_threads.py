@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import site_of
 from mpistrategy.mpi.contract.channel import ControlChannel
@@ -98,13 +99,21 @@ class Threads(Ranks, ControlChannel):
         rank: this thread's number.
         node_of: the number of the node of each thread, from 0 on.
         communicator: tells the calls of communicators apart; the same object on all ranks.
+        devices: of all ranks.
     """
 
     is_simulated = True
 
-    def __init__(self, turns: Turns, rank: int, node_of: Sequence[int], communicator: object = None) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        rank: int,
+        node_of: Sequence[int],
+        communicator: object = None,
+        devices: tuple[Device, ...] = (),
+    ) -> None:
         self._turns, self._communicator = turns, communicator
-        super().__init__(rank, node_of, Guard(self if turns.size > 1 else None, rank, turns.size))
+        super().__init__(rank, node_of, Guard(self if turns.size > 1 else None, rank, turns.size), devices)
 
     def _gathered(self, value: Any) -> list[Any]:
         return self._turns.allgather(self._communicator, self.rank, copy.deepcopy(value))
@@ -112,9 +121,7 @@ class Threads(Ranks, ControlChannel):
     def duplicate(self) -> Threads:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
         communicator = self._turns.allgather(self._communicator, self.rank, object())[0]
-        threads = Threads(self._turns, self.rank, self.node_of, communicator)
-        threads.devices = self.devices
-        return threads
+        return Threads(self._turns, self.rank, self.node_of, communicator, self.devices)
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "threads", whatever the size."""
@@ -136,13 +143,8 @@ class Threads(Ranks, ControlChannel):
         return True
 
 
-#: The communicator of the thread of a replica.
-_world: ContextVar[Threads | None] = ContextVar("_world", default=None)
-
-
-def world() -> Threads | None:
-    """Return the communicator of all replicas that this thread is one of, or None in an ordinary thread."""
-    return _world.get()
+#: The ranks of all replicas of which this thread is one; None in an ordinary thread.
+replicas_here: ContextVar[Threads | None] = ContextVar("replicas_here", default=None)
 
 
 @dataclass
@@ -168,7 +170,7 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
     node_of = [numbers.index(node) for node in nodes or [0] * count]
 
     def replica(rank: int) -> Ending:
-        _world.set(Threads(turns, rank, node_of))
+        replicas_here.set(Threads(turns, rank, node_of))
         turns.begin(rank)
         try:
             return Ending(function())

@@ -120,7 +120,7 @@ class Arena(ArenaBase, Generic[T]):
                 call.expect_more()
             #: Of each bucket, one flat array of every rank of the node.
             self._buckets: tuple[Replicas, ...] = buckets_for(communicator, self._packs, shared_result, self._on_device)
-            if not self._on_device and communicator.nodes > 1 and communicator.has_links:
+            if not self._on_device and communicator.nodes > 1 and not communicator.is_simulated:
                 across_nodes(communicator)  # also for `explain`, which sends nothing
             call.expect_more()
             call.agree("use an arena")  # no rank has run out of memory
@@ -497,7 +497,7 @@ class _Bucket:
         if replicas.is_shared and ranks.nodes == 1:
             self._share = ShareOfNode(replicas.arrays, self._targets, text, self._divisor, replicas.local_rank)
         is_split = ranks.nodes > 1 and len(replicas.arrays) > 1
-        sees_node = is_split and ranks.has_links and across_nodes(ranks).sees_node
+        sees_node = is_split and not ranks.is_simulated and across_nodes(ranks).node_sum is not None
         is_sent = self._wire is not None or ranks.route(own_array.nbytes, own_array.dtype, text) == "lanes"
         #: Whether the sums of the node go to other nodes from where they are.
         self._by_lanes: bool = sees_node and is_sent and host_wire_dtype(own_array.dtype) == own_array.dtype

@@ -14,7 +14,7 @@ from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import ALWAYS, level_of
 from mpistrategy.mpi.faults import injection
-from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
+from mpistrategy.mpi.gpu.device_selection import activate, choose_devices, requested
 from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import start
 from mpistrategy.mpi.over_threads import Threads
@@ -105,24 +105,23 @@ class MirroredStrategy(Strategy):
                         where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
                     )
                 limit = timeouts.limit_of(communication_options and communication_options.timeout_seconds)
-                request = None if devices is None else requested(devices, ranks.local_rank, ranks.local_size)
+                request = requested(devices, ranks.local_rank, ranks.local_size)
                 call.agree(
                     "create a strategy",
                     op=getattr(cross_device_ops, "_configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
-                    options=f"devices={request or 'cpu'}, check={level}, on_error={reaction}",
+                    options=f"devices={request.word}, check={level}, on_error={reaction}",
                 )
                 ranks.guard.check_as(level)
                 ranks.guard.timeout = limit
-                if request is None or str(request) == "cpu":  # as all ranks have agreed
+                if request.word == "cpu":  # as all ranks have agreed
                     ranks.devices = tuple(Device(rank, "CPU", 0) for rank in range(ranks.size))
                 else:
                     try:
-                        device = choose_device(request, ranks)
+                        ranks.devices = choose_devices(request, ranks)
                     except DeviceError as error:  # raised on all ranks alike
                         raise ranks.guard.mark_reported(error) from None
-                    ranks.share_device(device)
-                    activate(device, ranks.guard)
+                    activate(ranks.devices[ranks.rank], ranks.guard)
         except MpiStrategyError:
             ranks.free()
             raise
@@ -132,7 +131,7 @@ class MirroredStrategy(Strategy):
 
 
 def _connect(comm: Any, contains_errors: bool) -> MpiRanks | Threads:
-    replicas = over_threads.world()
+    replicas = over_threads.replicas_here.get()
     if replicas is not None and comm is None:
         return replicas.duplicate()
     start("MirroredStrategy")

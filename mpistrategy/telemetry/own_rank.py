@@ -16,7 +16,7 @@ def own_place() -> tuple[int, int]:
     From the first strategy of several ranks on, the numbers are MPI's; before, the launcher's; (0, 1) without
     either.  In a simulated replica: its number among the replicas.
     """
-    replica = over_threads.world()
+    replica = over_threads.replicas_here.get()
     if replica is not None:
         return replica.rank, replica.size
     dog = watchdog.in_this_process()

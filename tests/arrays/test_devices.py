@@ -77,8 +77,8 @@ def test_a_part_left_out_matches_everything(pattern: str, device: Device, matche
 
 def test_a_rank_drives_the_entry_at_its_index_within_the_node() -> None:
     assert requested((), local_rank=1, local_size=2) == Request("cpu")
-    assert requested(["GPU:2", "gpu"], local_rank=0, local_size=2) == Request("gpu", 2)
-    assert requested(["GPU:2", "gpu"], local_rank=1, local_size=2) == Request("gpu", 0)
+    assert requested(["GPU:2", "gpu"], local_rank=0, local_size=2) == Request("a list of GPUs", 2)
+    assert requested(["GPU:2", "gpu"], local_rank=1, local_size=2) == Request("a list of GPUs", 0)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Ranks:
 
 def simulated_ranks() -> Ranks:
     """The replicas of `mpistrategy.testing.run_replicas`, seen from one of them."""
-    world = over_threads.world()
+    world = over_threads.replicas_here.get()
     if world is None:
         raise RuntimeError("simulated ranks are those of a program that run_replicas runs")
     replicas = world.duplicate()

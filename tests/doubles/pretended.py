@@ -96,12 +96,12 @@ class PretendedRanks(MPI.Intracomm):
         began = time.process_time()
         rows = where[0].reshape(self.size, -1)
         rows[...] = mine
-        with contextlib.suppress(ValueError):
-            told = json.loads(bytes(mine))
-            if isinstance(told, dict) and "leader" in told:  # an introduction: this rank's number is the longest
-                for rank, row in enumerate(rows):
-                    text = json.dumps({**told, "leader": rank - rank % self.local})
-                    row[:] = np.frombuffer(text.encode().ljust(row.size), np.uint8)
+        versions, is_introduction, own_text = bytes(mine).decode().partition("\n")
+        if is_introduction:  # this rank's number, the first of its node, is the longest
+            _, *more = json.loads(own_text)
+            for rank, row in enumerate(rows):
+                text = f"{versions}\n{json.dumps((rank - rank % self.local, *more))}"
+                row[:] = np.frombuffer(text.encode().ljust(row.size), np.uint8)
         self.spent[0] += time.process_time() - began
         return _Done()
 

@@ -260,7 +260,7 @@ class Stage:
     def settle(self) -> None:
         """Start what some ranks have started in the background and others have not, so that no job is left over."""
         communicator: Any = self.strategy.extended.communicator
-        background = communicator.once.made.get(Background)
+        background = communicator.made.get(Background)
         if background is None:
             return  # each was done, or refused, when it was started
         started = [int(text) for text in gather_texts(str(background.submitted))]

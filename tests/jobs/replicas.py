@@ -258,7 +258,7 @@ class OnNodes(ms.Strategy):
         contains_errors: bool = False,
     ) -> None:
         ranks = MpiRanks(MPI.COMM_WORLD, node_key=node_of_rank[RANK], contains_errors=contains_errors)
-        ranks.share_device(Device(RANK, kind, 0))
+        ranks.devices = tuple(Device(rank, kind, 0) for rank in RANKS)
         super().__init__(ms.StrategyExtended(self, ranks, cross_device_ops))
 
 

@@ -21,7 +21,6 @@ from mpistrategy.errors import (
     UnsupportedError,
 )
 from mpistrategy.mpi.over_mpi.background import Background
-from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 
 pytestmark = pytest.mark.mpi
@@ -120,7 +119,7 @@ def test_an_arena_in_place(placed: ms.Strategy, how: str) -> None:
 
 def ends_of(strategy: ms.Strategy, calls: Sequence[dict[str, Any]]) -> list[Callable[[], Any]]:
     """Return for each call what raises its error: in the background `wait`, else the call itself."""
-    if type(strategy.extended.communicator.once.made.get(Background)) is Background:  # type: ignore[attr-defined]
+    if type(strategy.extended.communicator.made.get(Background)) is Background:  # type: ignore[attr-defined]
         return [handle.wait for handle in [started(strategy, **call) for call in calls]]
     return [partial(started, strategy, **call) for call in calls]
 
@@ -243,7 +242,7 @@ def test_one_that_only_some_ranks_started_ends_with_the_close(apart: ms.Strategy
 
 def test_without_threads_in_the_mpi_it_is_done_at_once(apart: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     if RANK == SIZE - 1:  # one rank is enough
-        monkeypatch.setattr(MpiRanks, "may_use_threads", False)
+        monkeypatch.setattr(apart.extended.communicator, "may_use_threads", False)
     handle = started(apart, "SUM", np.ones(3))
     assert handle.done()
     assert (handle.wait() == SIZE).all()

@@ -48,6 +48,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.over_mpi import ranks as communicator
 from mpistrategy.mpi.shared_memory import node_sum
+from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.mpi.tuning.thresholds import Thresholds, trying
 
 pytestmark = pytest.mark.mpi
@@ -190,7 +191,7 @@ def without_shared_memory(node_of_rank: Sequence[int]) -> Callable[[], ms.Strate
     def make() -> ms.Strategy:
         with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patched.setattr(communicator, "share", lambda *arguments, **options: "no room")
+            patched.setattr(communicator, "share", lambda nbytes, *_, **options: (private_memory(nbytes), "no room"))
             return OnNodes(node_of_rank, ms.MpiAllReduce())
 
     return make

@@ -17,7 +17,6 @@ from gpu_here import Spoken
 from replicas import ALL, RANK, SIZE, context, in_step, new_variable, outcomes
 
 import mpistrategy as ms
-from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import GPU_PATH
 
 pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
@@ -108,8 +107,8 @@ def test_the_host_waits_for_no_kernel(cupy: Any, path: str) -> None:
 
 @several
 def test_without_an_mpi_for_threads_the_start_does_it(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MpiRanks, "may_use_threads", property(lambda self: False))
     with made(path) as strategy:
+        monkeypatch.setattr(strategy.extended.communicator, "may_use_threads", False)
         mine = [cupy.asarray(np.full(10, RANK + 1.0)) for _ in range(3)]
         start(strategy, mine[0]).wait()
         handles = [start(strategy, each, out=each) for each in mine]

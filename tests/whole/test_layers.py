@@ -55,7 +55,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.job.abort",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.launcher",
-    "mpistrategy.mpi.gpu.loaded_mpi",
+    "mpistrategy.mpi.gpu.cuda_aware",
     "mpistrategy.cli.ranks",
 )
 LOWER_CASE_COMMUNICATION = {

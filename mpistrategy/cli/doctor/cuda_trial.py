@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrategy.cli.doctor.findings import Job
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
+from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome
 from mpistrategy.mpi.gpu.device_selection import Sight
 from mpistrategy.mpi.tuning.thresholds import library_name
@@ -43,11 +43,11 @@ SWITCHES = {
 def obstacle() -> str:
     """Return why GPU memory is not given to MPI here: by the user's word, else the library's; "" where it is tried."""
     try:
-        word, version = cuda_aware.user_setting(), loaded_mpi.identity()[0]
+        word, version = cuda_aware.user_setting(), cuda_aware.identity()[0]
         if word is not None:
             return "" if word else "the user says so"
         switch = next((name for start, name in SWITCHES.items() if version.lower().startswith(start)), "")
-        if is_on(os.environ.get(switch, "")) if switch else says_yes(loaded_mpi.mapped_files()):
+        if is_on(os.environ.get(switch, "")) if switch else says_yes(cuda_aware.mapped_files()):
             return ""
         does_not = f"takes GPU memory with {switch}=1 only" if switch else "does not say that it supports CUDA"
         return f"{library_name(version)} {does_not}"
@@ -61,7 +61,7 @@ def says_yes(files: Sequence[str]) -> bool:
     Raises:
         OSError: when a file is gone.
     """
-    opened = [ctypes.CDLL(path) for path in files if loaded_mpi.is_mpi(path) or "/libopen-pal.so" in path]
+    opened = [ctypes.CDLL(path) for path in files if cuda_aware.is_mpi(path) or "/libopen-pal.so" in path]
     for library in opened:  # conda-forge's Open MPI is built with CUDA and switched off
         with suppress(ValueError):
             if not ctypes.c_bool.in_dll(library, "opal_cuda_support").value:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mpistrategy.cli.doctor import network
 from mpistrategy.cli.doctor.findings import Facts, parts_of
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.gpu import loaded_mpi
+from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.shared_memory.memory_limits import memory
 from mpistrategy.mpi.shared_memory.spin_wait import cores
@@ -98,7 +98,7 @@ def of_mpi(ranks: Ranks) -> Facts:
         refusal = parts_of(error)
     return ranks.facts() | {
         "library": library,
-        "libraries": [path for path in loaded_mpi.mapped_files() if loaded_mpi.is_mpi(path)],
+        "libraries": [path for path in cuda_aware.mapped_files() if cuda_aware.is_mpi(path)],
         "refusal": refusal,
         "network": network.network(),
         "shm_free": disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else -1,

@@ -1,15 +1,19 @@
-"""Whether this MPI takes pointers to GPU memory: the word of the user, else what `mpistrategy doctor` has found.
+"""Which MPI this is, and whether it takes pointers to GPU memory: the user's word, else what the doctor has found.
 
 A wrong yes is a segmentation fault, a wrong no costs a copy, and a library's own word is no evidence.  So the
 doctor gives GPU memory to MPI in a job of its own, where a crash is an answer, and keeps the outcome beside the
 measured thresholds.  It counts for the library that it was found with, for the settings that decide how the library
 moves memory, and for one node or several.
+
+mpi4py's wheel opens the library at run time, out of sight of ``ctypes.CDLL(None)``; the files that the process has
+mapped tell which it is.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +22,6 @@ from typing import Any, Literal, TypeAlias
 
 from mpistrategy import own_files
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.tuning.thresholds import MOST_BYTES, kept_file, library_name, replace_whole
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import NO_WORDS, YES_OR_NO, YES_WORDS, is_on
@@ -36,6 +39,32 @@ LAUNCHER_VARIABLES = (
     *("OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir", "OMPI_MCA_mpi_oversubscribe"),
     *("OMPI_MCA_shmem_RUNTIME_", "OMPI_MCA_rmaps_", "OMPI_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_hwloc_base_binding"),
 )
+
+_MPI = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
+
+
+def mapped_files() -> list[str]:
+    """Return the paths of the shared libraries in this process; empty where the system does not tell."""
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = [line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line]
+        return list(dict.fromkeys(path for path in paths if ".so" in os.path.basename(path)))
+    return []
+
+
+def is_mpi(path: str) -> bool:
+    """Return whether this is the library of an MPI."""
+    return _MPI.match(os.path.basename(path)) is not None
+
+
+def identity() -> tuple[str, ...]:
+    """Return what tells this library from others: its version text, and its files.  MPI must have started.
+
+    Two builds of one version, with CUDA and without, may have the same text.
+    """
+    from mpi4py import MPI  # here: it starts MPI, which the doctor asks first
+
+    files = [path for path in mapped_files() if is_mpi(path) or "libmpi_gtl" in path]  # Cray's part for GPUs
+    return (MPI.Get_library_version(), *sorted(files))
 
 
 @dataclass(frozen=True)
@@ -78,7 +107,7 @@ def obstacle(nodes: int) -> str:
     Raises:
         OptionError: as `user_setting`.
     """
-    word, name = user_setting(), library_name(loaded_mpi.identity()[0])
+    word, name = user_setting(), library_name(identity()[0])
     if word is not None:
         return "" if word else f"the user says so: {VARIABLE}"
     on_one_node = load("one node")
@@ -102,7 +131,7 @@ def settings() -> dict[str, str]:
 
 def _record_of(place: Place) -> tuple[Path, dict[str, Any]]:
     """Return the file with the outcome for this library and these settings, and the fields that identify them."""
-    library, variables = loaded_mpi.identity(), settings()
+    library, variables = identity(), settings()
     key = "\0".join([*library, place, *(f"{name}={value}" for name, value in variables.items())])
     file = kept_file(library_name(library[0]), f"{zlib.crc32(encoded(key)):08x}-gpu")
     return file, {"format": _FORMAT, "library": list(library), "place": place, "settings": variables}

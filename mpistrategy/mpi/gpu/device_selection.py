@@ -153,15 +153,12 @@ class Request:
     """What a program wants its ranks to drive.
 
     Attributes:
-        word: "cpu", "auto", "gpu" or "shared"; the same on all ranks.
+        word: "cpu", "auto", "gpu", "shared", or "a list of CPUs" or "of GPUs"; the same on all ranks.
         index: the number of this rank's device, where the program named it.
     """
 
     word: str
     index: int | None = None
-
-    def __str__(self) -> str:
-        return self.word if self.index is None else f"a list of {self.word.upper()}s"
 
 
 def requested(devices: Any, local_rank: int, local_size: int) -> Request:
@@ -203,26 +200,28 @@ def requested(devices: Any, local_rank: int, local_size: int) -> Request:
     own_device = parsed[local_rank]
     if own_device.kind == "CPU":
         check_exists(own_device, _WHERE, local_size)
-    return Request(str(own_device.kind).lower(), own_device.index)
+    return Request(f"a list of {own_device.kind}s", own_device.index)
 
 
-def choose_device(request: Request, ranks: Ranks) -> Device:
-    """Return the complete device of this rank.  Collective, after the ranks agreed on the word of the request.
+def choose_devices(request: Request, ranks: Ranks) -> tuple[Device, ...]:
+    """Return the device of each rank.  Collective, after the ranks agreed on the word of the request.
 
     Raises:
         DeviceError: on every rank alike, when a rank cannot have its GPU, or would have to share it.
     """
-    if request.word == "cpu":
-        return Device(ranks.rank, "CPU", request.index or 0)
+    if request.word == "a list of CPUs":
+        numbers = [int(text) for text in ranks.allgather_text(str(request.index))]
+        return tuple(Device(rank, "CPU", number) for rank, number in enumerate(numbers))
     sights = [Sight.read(text) for text in ranks.allgather_text(look(request.index).text())]
     try:
-        return Device(ranks.rank, "GPU", bind(sights, sharing=request.word == "shared")[ranks.rank])
+        bound = bind(sights, sharing=request.word == "shared")
+        return tuple(Device(rank, "GPU", number) for rank, number in enumerate(bound))
     except DeviceError as error:
         if request.word != "auto":
             raise
         if ranks.rank == 0 and any(sight.gpus or sight.is_strange for sight in sights):
             warn(f'devices="auto": all ranks work on CPUs. {error}', FallbackWarning)
-    return Device(ranks.rank, "CPU", 0)
+    return tuple(Device(rank, "CPU", 0) for rank in range(ranks.size))
 
 
 def bind(sights: Sequence[Sight], *, sharing: bool = False) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpistrategy.arrays.devices import Device, parse
+from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array, quietly
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
@@ -43,31 +43,6 @@ class Freed(ABC):
     @abstractmethod
     def free(self) -> None:
         """Free it, where all ranks are known to do so."""
-
-
-class Once:
-    """The objects that are made once for a communicator, by the first caller, and kept for all.
-
-    Attributes:
-        made: the objects so far, by key.
-    """
-
-    def __init__(self) -> None:
-        self.made: dict[Hashable, Any] = {}
-
-    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the object of `key`; call `make` for it the first time."""
-        if key not in self.made:
-            self.made[key] = make()
-        value: T = self.made[key]
-        return value
-
-    def free(self) -> None:
-        """Free all that is `Freed`, the last made first, where all ranks are known to do so."""
-        while self.made:
-            _, value = self.made.popitem()
-            if isinstance(value, Freed):
-                value.free()
 
 
 def as_bytes(buffer: Array) -> Array:
@@ -100,10 +75,9 @@ class Ranks(ABC):
         mailboxes: carry small values with the check of the call; None unless all ranks share one node's memory.
         first_message: adds up a few numbers with the check of the call; None where the check takes another way.
         node_sum: adds up arrays of this node; None where its ranks share no memory.
-        once: returns an object that is made once for these ranks: ``once(key, make)``.
+        made: what `once` has made, by key.
         is_simulated: whether the ranks are threads of one process.
-        has_links: whether some of the ranks can have a communicator of their own: whether there is an MPI.
-        is_crowded: whether the ranks of this node outnumber the cores that they may use.
+        may_use_threads: whether several threads may call this MPI at the same time.
     """
 
     library: str = ""
@@ -113,8 +87,7 @@ class Ranks(ABC):
     first_message: ControlChannel | None = None
     node_sum: NodeSum | None = None
     is_simulated: bool = False
-    has_links: bool = False
-    is_crowded: bool = False
+    may_use_threads: bool = False
 
     def __init__(
         self,
@@ -127,11 +100,7 @@ class Ranks(ABC):
         self.size: int = len(node_of)
         self.devices: tuple[Device, ...] = devices
         self.guard: Guard = guard or Guard()
-        self.once: Once = Once()
-        self._place(node_of)
-
-    def _place(self, node_of: Sequence[int]) -> None:
-        """Note on which node each rank is."""
+        self.made: dict[Hashable, Any] = {}
         sizes = Counter(node_of).values()
         self.has_lanes: bool = min(sizes) == max(sizes) > 1
         self.node_of: tuple[int, ...] = tuple(node_of)
@@ -139,10 +108,12 @@ class Ranks(ABC):
         self.local_rank: int = self.node_of[: self.rank].count(self.node_of[self.rank])
         self.local_size: int = self.node_of.count(self.node_of[self.rank])
 
-    @property
-    def may_use_threads(self) -> bool:
-        """Whether several threads may call this MPI at the same time."""
-        return False
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the object of `key`, which is made once for these ranks: call `make` for it the first time."""
+        if key not in self.made:
+            self.made[key] = make()
+        value: T = self.made[key]
+        return value
 
     @abstractmethod
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
@@ -151,14 +122,11 @@ class Ranks(ABC):
     def _gathered(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order: arrays, lists of arrays, or anything else.
 
-        This rank may change its value afterwards.  The methods below call it; a class without it defines all of
-        them.
+        Other ranks' values are copies.  The methods below call it; a class of several ranks defines it, or all of them.
         """
-        raise NotImplementedError(type(self).__name__)
+        return [value]
 
-    def progress(self) -> None:  # noqa: B027  # there need be no messages
-        """Let messages make progress."""
-
+    @quietly
     def allreduce(
         self,
         buffer: Array,
@@ -179,13 +147,12 @@ class Ranks(ABC):
             by_lanes: whether a buffer of any size goes by lanes between nodes.
             wire: the dtype in which sums travel between nodes, where it differs from the buffer's.
         """
-        put(buffer, _combined(self._gathered(buffer if source is None else source), op))
+        values = self._gathered(buffer if source is None else source)
+        in_rank_order([value.reshape(-1) for value in values], [buffer.reshape(-1)], op, 1)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
-        values = self._gathered(buffer)
-        if self.rank == root:
-            put(buffer, _combined(values, op))
+        self.allreduce(buffer, op)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
@@ -226,10 +193,6 @@ class Ranks(ABC):
         """Return every rank's text, in rank order; for descriptions, never for data."""
         return list(self._gathered(text))
 
-    def share_device(self, device: Device) -> None:
-        """Tell every rank which device this one drives; fills `devices`."""
-        self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
-
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's if they share memory."""
         return private_memory(nbytes)
@@ -249,19 +212,6 @@ class Alone(Ranks):
     def __init__(self, devices: tuple[Device, ...] = (Device(0, "CPU", 0),)) -> None:
         super().__init__(devices=devices)
 
-    def _gathered(self, value: Any) -> list[Any]:
-        return [value]
-
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "none": nothing moves."""
         return "none"
-
-
-@quietly
-def _combined(arrays: Sequence[Array], op: str) -> Array:
-    """Return the combination of arrays in their order; a single array itself."""
-    if len(arrays) == 1:
-        return arrays[0]
-    total = np.empty_like(arrays[0])
-    in_rank_order(arrays, (total,), op, 1)
-    return total

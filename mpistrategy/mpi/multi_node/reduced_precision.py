@@ -16,7 +16,7 @@ NCCL gets the wire's dtype, "float16" or "bfloat16", and rounds each of its sums
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -25,9 +25,12 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionError
 from mpistrategy.mpi.interface.ranks import Ranks, as_bytes
+from mpistrategy.mpi.shared_memory.node_sum import Halves
 
 #: The dtype that travels; None is the arrays' own dtype.
 Wire: TypeAlias = "np.dtype[Any] | None"
+#: What NCCL can send.
+BY_NCCL = ("bfloat16", "float16")
 
 
 @cache
@@ -50,29 +53,27 @@ def bfloat16() -> np.dtype[Any]:
     return dtype
 
 
-def travels(dtype: np.dtype[Any], op: str) -> bool:
-    """Return whether a buffer of this dtype is rounded under this operation: float32 sums only."""
-    return dtype == np.float32 and op == "SUM"
-
-
 def check(wire: str | None) -> None:
     """Raise OptionError when this rank cannot send `wire`; call it before the ranks agree on a call."""
     if wire == "bfloat16":
         bfloat16()
 
 
-def between_nodes(ranks: Ranks, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
-    """Return the dtype in which a buffer travels between the nodes where the host sends it; None for its own.
+def between_nodes(
+    ranks: Ranks, wire: str | None, dtype: np.dtype[Any], op: str, sent: Sequence[str] = ("bfloat16",)
+) -> Wire:
+    """Return the dtype in which a buffer travels between the nodes; None for its own.
 
-    Between simulated nodes nothing travels.
+    Only sums of float32 are rounded, and nothing between simulated nodes, where nothing travels.
+
+    Args:
+        ranks: the ranks that take part.
+        wire: what the options ask for.
+        dtype, op: the buffer's dtype, and how it is combined.
+        sent: what the path can send: `BY_NCCL`, or what the host can.
     """
-    is_sent = wire == "bfloat16" and ranks.nodes > 1 and not ranks.is_simulated and travels(dtype, op)
-    return bfloat16() if is_sent else None
-
-
-def by_nccl(ranks: Ranks, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
-    """Return the dtype in which NCCL gets a buffer; None for its own."""
-    if wire is None or ranks.nodes == 1 or not travels(dtype, op):
+    is_sum = dtype == np.float32 and op == "SUM"
+    if wire not in sent or ranks.nodes == 1 or ranks.is_simulated or not is_sum:
         return None
     return bfloat16() if wire == "bfloat16" else np.dtype(np.float16)
 
@@ -89,29 +90,25 @@ class Rounded:
     def __init__(self, link: Any, count: int, wire: np.dtype[Any]) -> None:
         self._link, block = link, -(-count // link.size)
         self._send_buffer, self._receive_buffer = np.zeros(link.size * block, wire), np.zeros(link.size * block, wire)
-        self._total, self._part = np.zeros(block, np.float32), np.zeros(block, np.float32)
+        self._total = np.zeros(block, np.float32)
 
-    def begin(self, values: Array) -> None:
-        """Send every counterpart a block of this rank's values."""
-        self._values, self._block = values, -(-values.size // self._link.size)
-        size = self._link.size * self._block
-        self._send_buffer[: values.size], self._send_buffer[values.size : size] = values, 0
-        self._request = self._link.Ialltoall(as_bytes(self._send_buffer[:size]), as_bytes(self._receive_buffer[:size]))
-
-    def end(self, wait: Callable[[Callable[[], bool]], None]) -> None:
+    def combine(self, values: Array, wait: Callable[[Callable[[], bool]], None]) -> Halves:
         """Replace the values by their sum over the counterparts; `wait` is called until a message is there.
 
-        This rank adds up its own block in the order of the nodes, and sends all of them the sum.  One rank computes
-        each element, so the bits are equal everywhere.
+        First this rank sends every counterpart a block of its values.  Then it adds up its own block in the order of
+        the nodes, and sends all of them the sum.  One rank computes each element, so the bits are equal everywhere.
         """
-        wait(self._request.Test)
-        received, own_block = self._receive_buffer[: self._link.size * self._block], self._send_buffer[: self._block]
-        total, part = self._total[: self._block], self._part[: self._block]
-        blocks = received.reshape(-1, self._block)
+        block = -(-values.size // self._link.size)
+        size = self._link.size * block
+        sent, received, total = self._send_buffer[:size], self._receive_buffer[:size], self._total[:block]
+        sent[: values.size], sent[values.size :] = values, 0
+        request = self._link.Ialltoall(as_bytes(sent), as_bytes(received))
+        yield
+        wait(request.Test)
+        blocks = received.reshape(-1, block)
         total[...] = blocks[0]
-        for block in blocks[1:]:
-            part[...] = block
+        for part in blocks[1:]:
             total += part
-        own_block[...] = total
-        wait(self._link.Iallgather(as_bytes(own_block), as_bytes(received)).Test)
-        self._values[...] = received[: self._values.size]
+        sent[:block] = total
+        wait(self._link.Iallgather(as_bytes(sent[:block]), as_bytes(received)).Test)
+        values[...] = received[: values.size]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
@@ -24,10 +23,18 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, quietly
-from mpistrategy.mpi.interface.ranks import Freed
+from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Rounded, Wire
-from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes, share
-from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
+from mpistrategy.mpi.shared_memory.node_sum import (
+    Exchange,
+    Halves,
+    NodeSum,
+    in_rank_order,
+    overlapped,
+    segment_bytes,
+    share,
+)
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 #: Larger buffers go in pieces of this.
@@ -42,9 +49,9 @@ _UNDER_WAY = 2
 _LOOKS, _CROWDED_LOOKS = 500, 2
 
 
-def piece_bytes_for(node_of: Sequence[int]) -> int:
-    """Return how much of a buffer is one piece; the same on all ranks."""
-    pieces = (segment_bytes(1) - segment_bytes(0)) * max(Counter(node_of).values())
+def piece_bytes_for(ranks: int) -> int:
+    """Return how much of a buffer is one piece, where so many ranks of each node share memory."""
+    pieces = (segment_bytes(1) - segment_bytes(0)) * ranks
     most = NODE_BYTES // pieces // ALIGNMENT * ALIGNMENT
     return min(PIECE_BYTES, max(most, _LEAST_PIECE_BYTES))
 
@@ -57,10 +64,9 @@ def give_away(most: int, looks: int) -> None:
         time.sleep(5e-5)
 
 
-def across_nodes(communicator: Any) -> Lanes:
+def across_nodes(communicator: Ranks) -> Lanes:
     """Return the two-level all-reduce of a communicator; the first call is collective."""
-    lanes: Lanes = communicator.once(Lanes, lambda: Lanes(communicator))
-    return lanes
+    return communicator.once(Lanes, partial(Lanes, communicator))
 
 
 class Lanes(Freed, Waiting):
@@ -71,25 +77,22 @@ class Lanes(Freed, Waiting):
 
     Attributes:
         piece_bytes: how much of a buffer is one piece.
-        node_sum: adds up ordinary arrays of this node; None where each rank counts as a node.
-        sees_node: whether arrays that all ranks of the node see can be combined by `in_place`.
+        node_sum: adds up ordinary arrays of this node; None where each rank counts as a node.  Else arrays that all
+            ranks of the node see can be combined by `in_place`.
         link: MPI's communicator of the counterparts; None on a single node.  Nothing else sends messages by it.
         ranks: the communicator.
     """
 
     def __init__(self, communicator: Any) -> None:
         self.ranks: Any = communicator
-        node_of = communicator.node_of
-        memory = communicator.shared(segment_bytes(piece_bytes_for(node_of))) if communicator.has_lanes else None
-        self.sees_node: bool = memory is not None and memory.is_shared
-        self.piece_bytes: int = piece_bytes_for(node_of if self.sees_node else [0])
-        self.node_sum: NodeSum | None = None
-        self._part, self._parts, counterparts = 0, 1, [*range(communicator.size)]
-        if memory is not None and self.sees_node:
-            self._part, self._parts = memory.local_rank, len(memory.segments)
-            by_node = np.argsort(node_of, kind="stable").reshape(-1, self._parts)
-            counterparts = by_node[:, self._part].tolist()
-            self.node_sum = NodeSum(memory, self.piece_bytes, self)
+        memory = private_memory(0)
+        if communicator.has_lanes:
+            memory = communicator.shared(segment_bytes(piece_bytes_for(communicator.local_size)))
+        self._part, self._parts = memory.local_rank, len(memory.segments)
+        self.piece_bytes: int = piece_bytes_for(self._parts)
+        self.node_sum: NodeSum | None = NodeSum(memory, self.piece_bytes, self) if memory.is_shared else None
+        by_node = np.argsort(communicator.node_of, kind="stable").reshape(-1, self._parts)
+        counterparts = by_node[:, self._part].tolist()
         self.link: Any = communicator.link(counterparts) if len(counterparts) > 1 else None
         #: How parts are exchanged where they are rounded, for each piece under way.
         self._rounded: list[Rounded] = []
@@ -127,18 +130,25 @@ class Lanes(Freed, Waiting):
         """
         if self.node_sum is not None:
             self.node_sum.barrier()
-        exchange, itemsize = self._exchange(arrays[0], op, wire), arrays[0].itemsize
-        elements = self.piece_bytes // itemsize
-        write: Callable[[], object] = _nothing
-        for start in range(0, arrays[0].size, elements):
-            begin, end = share(min(elements, arrays[0].size - start), self._part, self._parts, itemsize)
-            parts, totals = ([array[start + begin : start + end] for array in group] for group in (arrays, targets))
-            if end > begin:
-                in_rank_order(parts, totals[:1], op, 1)
-            wait = exchange(totals[0])
-            write()
-            write = partial(_write, wait, totals, divisor)
-        write()
+        exchange, elements = self._exchange(arrays[0], op, wire), self.piece_bytes // arrays[0].itemsize
+        places = [slice(start, start + elements) for start in range(0, arrays[0].size, elements)]
+        overlapped(
+            self._piece([array[at] for array in arrays], [array[at] for array in targets], op, exchange, divisor)
+            for at in places
+        )
+
+    def _piece(
+        self, arrays: Sequence[Array], targets: Sequence[Array], op: str, exchange: Exchange, divisor: int
+    ) -> Halves:
+        """Combine this rank's part of a piece on all nodes; then write it into all targets."""
+        part = slice(*share(arrays[0].size, self._part, self._parts, arrays[0].itemsize))
+        parts, totals = ([array[part] for array in group] for group in (arrays, targets))
+        if totals[0].size:
+            in_rank_order(parts, totals[:1], op, 1)
+        yield from exchange(totals[0])
+        divide_by(divisor, totals[0])
+        for target in totals[1:]:
+            target[...] = totals[0]
 
     def _exchange(self, target: Array, op: str, wire: Wire) -> Exchange:
         """Return the exchange of the pieces of one buffer, in their order."""
@@ -146,26 +156,20 @@ class Lanes(Freed, Waiting):
             step = ALIGNMENT // np.dtype(np.float32).itemsize
             most = -(-self.piece_bytes // ALIGNMENT // self._parts) * step  # the longest part of a piece
             self._rounded = self.ranks.guard.on_all(lambda: [Rounded(self.link, most, wire) for _ in range(_UNDER_WAY)])
-        if wire is not None:
-            return partial(self._begin_rounded, cycle(self._rounded))
         # A single piece takes a call that blocks: nothing can fail on one rank between the agreement and it.
         blocks = self.ranks.pause is None and target.nbytes <= self.piece_bytes
-        return partial(self._begin, op, blocks)
+        return partial(self._combine, op, blocks, None if wire is None else cycle(self._rounded))
 
-    def _begin(self, op: str, blocks: bool, total: Array) -> Callable[[], object]:
-        """Begin to combine this rank's part of a piece with its counterparts' parts; return the function that waits."""
-        request = None
-        if self.link is not None and total.size:
-            request = self.ranks.begin_allreduce_over(self.link, total, op, blocks=blocks)
-        return _nothing if request is None else partial(self.wait, request.Test)
-
-    def _begin_rounded(self, exchanges: Iterator[Rounded], total: Array) -> Callable[[], object]:
-        """Do `_begin` with rounded values; each piece under way has an exchange of its own."""
+    def _combine(self, op: str, blocks: bool, rounded: Iterator[Rounded] | None, total: Array) -> Halves:
+        """Combine this rank's part of a piece with its counterparts' parts; see `Exchange`."""
         if self.link is None or not total.size:
-            return _nothing
-        exchange = next(exchanges)
-        exchange.begin(total)
-        return partial(exchange.end, self.wait)
+            yield
+        elif rounded is not None:
+            yield from next(rounded).combine(total, self.wait)
+        else:
+            request = self.ranks.begin_allreduce_over(self.link, total, op, blocks=blocks)
+            yield
+            self.wait(request.Test)
 
     def free(self) -> None:
         """Free the communicator of the counterparts, where all ranks are known to do so."""
@@ -183,15 +187,3 @@ class Lanes(Freed, Waiting):
             looks += 1
             self._pause(looks)
             self.ranks.progress()
-
-
-def _write(wait: Callable[[], object], totals: Sequence[Array], divisor: int) -> None:
-    """Write this rank's part of a piece into all targets when it has been combined in the first target."""
-    wait()
-    divide_by(divisor, totals[0])
-    for target in totals[1:]:
-        target[...] = totals[0]
-
-
-def _nothing() -> None:
-    """Do nothing: nothing has begun."""

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
@@ -24,7 +23,7 @@ from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
-from mpistrategy.mpi.interface.ranks import MAX_COUNT, Ranks, as_bytes, pieces, put
+from mpistrategy.mpi.interface.ranks import MAX_COUNT, Freed, Ranks, as_bytes, pieces, put
 from mpistrategy.mpi.job import abort, launcher, world
 from mpistrategy.mpi.multi_node.reduced_precision import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
@@ -46,16 +45,6 @@ from mpistrategy.mpi.watchdog.run_directory import new_path
 
 #: The tag of an exchange of uneven parts.
 _EXCHANGE_TAG = 2**10
-_UNEQUAL = (
-    "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
-    "See MPI's settings for the algorithm of Allreduce"
-)
-
-
-_MORE_MEMORY = (
-    "Results are the same, slower. Give the job more memory (srun --mem, docker run --memory); let the containers on a "
-    "node see each other's processes (docker run --pid=host)."
-)
 
 
 class MpiRanks(Ranks):
@@ -71,16 +60,14 @@ class MpiRanks(Ranks):
         OptionTypeError: when `comm` is not an intracommunicator of mpi4py.
     """
 
-    has_links = True
     #: Whether MPI gives all ranks the same bits of one sum.
     has_equal_sums: bool = True
     #: Called between two looks at messages between nodes, with the number of looks; None: see `two_level`.
     pause: Callable[[int], None] | None = None
     #: Tells the ranks of each other's failures; None on several nodes.
     failures: Failures | None = None
-    #: How many elements one MPI call may carry, and how many bytes it adds up: between nodes pieces cost messages.
+    #: How many elements one MPI call may carry.
     max_count: int = MAX_COUNT
-    piece_bytes: int = 2**26
 
     def __init__(
         self,
@@ -100,14 +87,17 @@ class MpiRanks(Ranks):
                 expected="fewer strategies at a time",
                 fix="Call close() on those that are done with, or use `with MirroredStrategy() as strategy:`.",
             ) from error
-        super().__init__(comm.rank, range(comm.size))
-        self._control = MpiControlChannel(comm) if self.size > 1 else None
-        leader = self._leader(node_key)
-        own_text = json.dumps((leader, sorted(cores()), new_path() if self.rank == 0 else ""))
+        self._control = MpiControlChannel(comm) if comm.size > 1 else None
+        inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED) if node_key is None else self._comm.Split(node_key)
+        first_of_node = np.array([comm.rank])
+        inside.Bcast(first_of_node, 0)
+        inside.Free()
+        leader = int(first_of_node[0])
+        own_text = json.dumps((leader, sorted(cores()), new_path() if comm.rank == 0 else ""))
         lines = [text.split("\n") for text in self.allgather_text(f"{launcher.versions()}\n{own_text}")]
         launcher.check_versions([line[0] for line in lines])  # first: other versions may say more, or less
         leaders, cores_of_rank, paths = zip(*[json.loads(line[1]) for line in lines], strict=True)
-        self._place(np.unique(leaders, return_inverse=True)[1].tolist())
+        super().__init__(comm.rank, np.unique(leaders, return_inverse=True)[1].tolist())
         cores_of_node = {core for peer, node in enumerate(leaders) if node == leader for core in cores_of_rank[peer]}
         self.is_crowded: bool = self.local_size > len(cores_of_node)
         self.library: str = library_name(MPI.Get_library_version())
@@ -115,9 +105,11 @@ class MpiRanks(Ranks):
             self.thresholds: Thresholds = agreed(
                 MPI.Get_library_version(), self.rank, self.node_of, self.allgather_text
             )
-        self._has_warned = False
-        if self.nodes == 1:
-            self.piece_bytes = 2**20
+        #: How many bytes one MPI call adds up: between nodes pieces cost messages.
+        self.piece_bytes: int = 2**20 if self.nodes == 1 else 2**26
+        self.may_use_threads: bool = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        #: This rank's number in the job, and the number of ranks there.
+        self.place_in_job: tuple[int, int] = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
         memory, channel = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         if self._control is not None and channel is self._control:
@@ -125,25 +117,19 @@ class MpiRanks(Ranks):
             if self.has_equal_sums:
                 self.first_message: ControlChannel | None = self._control
             elif self.rank == 0:
-                warn(_UNEQUAL.format(self.library), FallbackWarning)
+                warn(
+                    f"MPI's Allreduce gives the ranks different bits of one sum ({self.library}): values go by a "
+                    "slower route that does not. See MPI's settings for the algorithm of Allreduce",
+                    FallbackWarning,
+                )
         self.guard: Guard = Guard(
             channel, self.rank, self.size, failures=self.failures, contains_errors=contains_errors
         )
-        self._is_free = False
         abort.watch(self.guard, self.free)
         if self.size > 1:
             # Ranks that share no memory count as nodes of their own.
             nodes = self.node_of if memory.is_shared else range(self.size)
             world.watch_waiting(self._comm, self.guard, memory, nodes, paths[0])
-
-    def _leader(self, node_key: int | None) -> int:
-        """Return the first rank of this node."""
-        comm = self._comm
-        inside = comm.Split_type(MPI.COMM_TYPE_SHARED) if node_key is None else comm.Split(node_key)
-        leader = np.array([self.rank])
-        inside.Bcast(leader, 0)
-        inside.Free()
-        return int(leader[0])
 
     def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | Mailboxes]:
         """Make the shared memory of this node.
@@ -152,28 +138,28 @@ class MpiRanks(Ranks):
         """
         assert self._control is not None
         if not self.shares_memory:
-            alone = share(status_board.BYTES, self, _memory_fence(), sparing=True)  # `doctor` looks at it from outside
-            return alone if isinstance(alone, SharedMemory) else private_memory(status_board.BYTES), self._control
+            board, _ = share(status_board.BYTES, self, _memory_fence(), sparing=True)  # `doctor` looks from outside
+            return board, self._control
         before, cell_bytes = status_board.BYTES + failures.BYTES, self.thresholds.cell_bytes
         shared = self.shared(before + bytes_for(self.local_size, self.thresholds))
         board, memory = part(shared, 0, status_board.BYTES), part(shared, before)
         self.shares_memory = shared.is_shared
         if not shared.is_shared or self.local_size == 1:
             return board, self._control
-        look = self._look if self.nodes == 1 else lambda: None
+        look = (lambda: self.guard.look()) if self.nodes == 1 else (lambda: None)
         wait = partial(SpinWait, self._control.progress, look, is_crowded=self.is_crowded)
-        chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
-        more = partial(self.shared, sparing=True) if self.nodes == 1 else None
-        self.node_sum: NodeSum | None = NodeSum(part(memory, segment_bytes(cell_bytes)), chunk_bytes, wait(), more)
+        self.node_sum: NodeSum | None = NodeSum(
+            part(memory, segment_bytes(cell_bytes)),
+            chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes),
+            wait(),
+            partial(self.shared, sparing=True),
+        )
         if self.nodes > 1:
             return board, self._control
         errors = part(shared, status_board.BYTES, failures.BYTES)
         self.failures: Failures | None = Failures(errors.segments, errors.local_rank, errors.fence)
         self.mailboxes: Mailboxes | None = Mailboxes(memory, cell_bytes, wait(), self._control)
         return board, self.mailboxes
-
-    def _look(self) -> None:
-        self.guard.look()
 
     def shared(self, nbytes: int, *, sparing: bool = False) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
@@ -184,21 +170,23 @@ class MpiRanks(Ranks):
         if not self.shares_memory:
             return private_memory(nbytes)
         self._meet()
-        memory = share(nbytes, self, _memory_fence(), sparing=sparing)
-        if isinstance(memory, SharedMemory):
-            return memory
-        if not (self.rank or sparing or self._has_warned):
+        memory, reason = share(nbytes, self, _memory_fence(), sparing=sparing)
+        if reason and not (self.rank or sparing):
             what = "no more" if self.node_sum else "no"
-            warn(f"the ranks of a node can share {what} memory: {memory}. {_MORE_MEMORY}", FallbackWarning)
-        self._has_warned |= not sparing
-        return private_memory(nbytes)
+            warn(
+                f"the ranks of a node can share {what} memory: {reason}. Results are the same, slower. Give the job "
+                "more memory (srun --mem, docker run --memory); let the containers on a node see each other's "
+                "processes (docker run --pid=host).",
+                FallbackWarning,
+            )
+        return memory
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
         if self._control is None:
             return [text]
         self._meet()
-        return self._control.allgather_text(text, None if self.failures is None else self._look)
+        return self._control.allgather_text(text, None if self.failures is None else self.guard.look)
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
@@ -206,44 +194,33 @@ class MpiRanks(Ranks):
             self.node_sum.barrier()
 
     def duplicate(self) -> MpiRanks:
-        """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
-        duplicate = MpiRanks(self._comm, self.node_of[self.rank], contains_errors=self.guard.contains_errors)
-        return duplicate._set_as(self, self.devices)
+        """Return a communicator of the same ranks with messages of its own.  Collective."""
+        return self._like(self._comm, range(self.size))
 
     def part(self, ranks: Sequence[int]) -> MpiRanks:
-        """Return a communicator of some of these ranks, in their order.  Collective over them alone."""
-        comm = self.link(list(ranks))
+        """Return a communicator of some of these ranks and their nodes, in this order.  Collective over them alone."""
+        comm = self.link(ranks)
         try:
-            ranks_of_part = MpiRanks(comm, contains_errors=self.guard.contains_errors)
+            return self._like(comm, ranks)
         finally:
             comm.Free()
-        return ranks_of_part._set_as(self, tuple(self.devices[rank] for rank in ranks))
 
-    def _set_as(self, other: MpiRanks, devices: tuple[Device, ...]) -> MpiRanks:
-        self.devices: tuple[Device, ...] = devices
-        self.guard.timeout = other.guard.timeout
-        self.guard.check_as(other.guard.level)
-        return self
-
-    @property
-    def place_in_job(self) -> tuple[int, int]:
-        """This rank's number in the job, and the number of ranks."""
-        return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-
-    @property
-    def may_use_threads(self) -> bool:
-        """Whether several threads may call this MPI at the same time."""
-        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+    def _like(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> MpiRanks:
+        other = MpiRanks(comm, self.node_of[self.rank], contains_errors=self.guard.contains_errors)
+        other.devices = tuple(self.devices[rank] for rank in ranks)
+        other.guard.timeout = self.guard.timeout
+        other.guard.check_as(self.guard.level)
+        return other
 
     def free(self) -> None:
         """Free the duplicates, where all ranks are known to do so."""
-        if self._is_free:
-            return
-        self._is_free = True
         # In a forked child it all belongs to the parent; after a failure messages may be under way.
         is_lost = self.guard.closed or MPI.Is_finalized()
         if not is_lost:
-            self.once.free()
+            while self.made:  # the last made first
+                _, value = self.made.popitem()
+                if isinstance(value, Freed):
+                    value.free()
             self.guard.closed = True
             if self._control is not None:
                 self._control.close()
@@ -256,14 +233,15 @@ class MpiRanks(Ranks):
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
-        if self.nodes == 1:
-            return "node_sum" if self.node_sum is not None and nbytes >= self.thresholds.window_bytes else "mpi"
+        if self.nodes == 1 and self.node_sum is not None and nbytes >= self.thresholds.window_bytes:
+            return "node_sum"
         if not self.has_equal_sums:
             return "root"
         is_large = self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes
-        return "lanes" if is_large or self.pause is not None else "mpi"
+        return "lanes" if self.nodes > 1 and (is_large or self.pause is not None) else "mpi"
 
     def progress(self) -> None:
+        """Let messages make progress."""
         self._comm.Iprobe()
 
     def allreduce(
@@ -384,17 +362,15 @@ class MpiRanks(Ranks):
         all_ranks.Free()
         return link
 
-    def begin_allreduce_over(
-        self, link: MPI.Intracomm, buffer: Array, op: str, *, blocks: bool = False
-    ) -> MPI.Request | None:
+    def begin_allreduce_over(self, link: MPI.Intracomm, buffer: Array, op: str, *, blocks: bool = False) -> MPI.Request:
         """Begin `allreduce` over the ranks of a `link` by one call of MPI, whatever the size.
 
-        The buffer must not be touched until the request is done; None where the call `blocks`, and all is done.
+        The buffer must not be touched until the request is done: at once where the call `blocks`.
         """
         if not blocks:
             return link.Iallreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
         link.Allreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
-        return None
+        return MPI.REQUEST_NULL
 
 
 @cache

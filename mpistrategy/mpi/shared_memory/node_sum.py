@@ -14,8 +14,7 @@ rank reads the operands any more.  It writes results there when all ranks have s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -24,7 +23,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quietly
 from mpistrategy.mpi.shared_memory import mailboxes
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
-from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
+from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 _COUNTERS = 4
@@ -46,9 +45,21 @@ NO_BLOCK = -1
 #: ``combination(parts, targets, op, divisor)`` combines arrays of all ranks, in rank order, and writes the result,
 #: divided, into each target; the first target may be the first part.
 Combination: TypeAlias = Callable[[Sequence[Array], Sequence[Array], str, int], None]
-#: ``exchange(share)`` begins to combine this rank's share of a chunk, after its sum on the node, with the shares of
-#: other nodes, in place; it returns a function that waits for the end.
-Exchange: TypeAlias = Callable[[Array], Callable[[], object]]
+#: Work in two halves: it yields once, between them.
+Halves: TypeAlias = Iterator[None]
+#: ``exchange(share)`` combines this rank's share of a chunk, after its sum on the node, with the shares of other nodes,
+#: in place: it begins in the first half, and waits for the end in the second.
+Exchange: TypeAlias = Callable[[Array], Halves]
+
+
+def overlapped(pieces: Iterable[Halves]) -> None:
+    """Do the pieces one after the other, the second half of each after the first half of the next."""
+    before: Halves = iter(())
+    for piece in pieces:
+        next(piece)
+        next(before, None)
+        before = piece
+    next(before, None)
 
 
 def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
@@ -58,7 +69,7 @@ def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
 
 def segment_bytes(chunk_bytes: int) -> int:
     """Return how much memory each rank needs."""
-    return counter_bytes(_COUNTERS) + 2 * _BUFFERS * chunk_bytes
+    return _COUNTERS * ALIGNMENT + 2 * _BUFFERS * chunk_bytes
 
 
 def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
@@ -106,8 +117,6 @@ class ShareOfNode:
         dtype, wide = arrays[0].dtype, host_wire_dtype(arrays[0].dtype)
         begin, end = share(arrays[0].size, local_rank, len(arrays), dtype.itemsize)
         step = piece_elements(len(arrays), dtype.itemsize)
-        if wide == dtype and len(arrays) == 2 and len(targets) == 1 and divisor == 1:
-            step = max(1, end - begin)  # no element is read twice
         self._op, self._divisor, self._combination = op, divisor, combination
         self._wide = wide if wide != dtype else None
         places = [slice(start, min(start + step, end)) for start in range(begin, end, step)]
@@ -143,8 +152,8 @@ class NodeResults:
 
     def __init__(self, share: Callable[[int], SharedMemory], local_rank: int) -> None:
         self._share, self._rank = share, local_rank
-        self._bytes = 0
-        self._may_grow = True
+        #: How much larger this rank's blocks may become together.
+        self._room = _MOST_BYTES
         #: By size: the segments of all ranks for each block, and the numbers of this rank's free blocks.
         self._blocks: dict[int, list[tuple[Array, ...]]] = {}
         self._free: dict[int, list[int]] = {}
@@ -154,43 +163,37 @@ class NodeResults:
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return memory for a result: a free block, or else new memory."""
         nbytes = prod(shape) * dtype.itemsize
-        number = self.take(nbytes)
-        if number == NO_BLOCK:
+        free = self._free.get(nbytes)
+        if not free:
             return np.empty(shape, dtype)
+        number = free.pop()
         # Views refer to this array over a memoryview, not to the segment below it.
         block = np.frombuffer(self._blocks[nbytes][number][self._rank].data, dtype)
         place = _place(block)
         self._numbers[place] = number
-        weakref.finalize(block, _give_back, self._free[nbytes], number, self._numbers, place).atexit = False
+        weakref.finalize(block, _give_back, free, number, self._numbers, place).atexit = False
         return block.reshape(shape)
-
-    def take(self, nbytes: int) -> int:
-        """Return the number of a free block, for `give_back`; `NO_BLOCK` without a free block."""
-        free = self._free.get(nbytes)
-        return free.pop() if free else NO_BLOCK
-
-    def give_back(self, nbytes: int, number: int) -> None:
-        """Note that a block that was taken is free again."""
-        self._free[nbytes].append(number)
 
     def number_of(self, result: Array) -> int:
         """Return the number of the block that an array fills; `NO_BLOCK` for another array."""
         return self._numbers.get(_place(result), NO_BLOCK)
 
-    def block(self, nbytes: int, number: int, local_rank: int) -> Array:
-        """Return a block of a rank, as bytes."""
-        return self._blocks[nbytes][number][local_rank]
+    def blocks(self, own: Array, numbers: Iterable[int]) -> list[Array]:
+        """Return the block of each rank by its number, as arrays like this rank's `own`, which stands for its block."""
+        blocks = self._blocks[own.nbytes]
+        arrays = [blocks[number][rank].view(own.dtype) for rank, number in enumerate(numbers)]
+        arrays[self._rank] = own
+        return arrays
 
     def grow(self, nbytes: int) -> None:
         """Make one more block of a size for each rank, unless this is the first call of the size, or there are many."""
         blocks = self._blocks.get(nbytes)
         if blocks is None:
             self._blocks[nbytes], self._free[nbytes] = [], []
-        elif self._may_grow and len(blocks) < _MOST_BLOCKS and self._bytes + nbytes <= _MOST_BYTES:
+        elif len(blocks) < _MOST_BLOCKS and nbytes <= self._room:
             memory = self._share(nbytes)
-            self._may_grow = memory.is_shared
+            self._room = self._room - nbytes if memory.is_shared else 0
             if memory.is_shared:
-                self._bytes += nbytes
                 self._free[nbytes].append(len(blocks))
                 blocks.append(memory.segments)
 
@@ -230,11 +233,11 @@ class NodeSum:
             Counter(memory, line) for line in range(_COUNTERS)
         )
         self._results = None if more is None else NodeResults(more, self.local_rank)
-        begins = [counter_bytes(_COUNTERS) + part * chunk_bytes for part in range(2 * _BUFFERS)]
+        begins = [_COUNTERS * ALIGNMENT + part * chunk_bytes for part in range(2 * _BUFFERS)]
         #: By buffer the ranks' operands, then by buffer their results; one array for each rank.
         self._parts = [[segment[begin:][:chunk_bytes] for segment in memory.segments] for begin in begins]
         self._typed: dict[np.dtype[Any], list[list[Array]]] = {}
-        self._chunks = 0
+        self._begun_chunks = 0
         self._barriers = 0
 
     def barrier(self) -> None:
@@ -261,26 +264,31 @@ class NodeSum:
         All are flat, contiguous, of one dtype; source and target may be the same.  `op` is "SUM", "MIN", "MAX" or
         "PROD".
         """
+        overlapped(self._chunks(pairs, op, divisor, combination, exchange))
+
+    def _chunks(
+        self,
+        pairs: Sequence[tuple[Array, Array]],
+        op: str,
+        divisor: int,
+        combination: Combination,
+        exchange: Exchange | None,
+    ) -> Iterator[Halves]:
+        """Do `run`: yield the chunks of the pairs that are in no blocks."""
         dtype = pairs[0][0].dtype
         typed = self._typed.get(dtype)
         if typed is None:
             typed = self._typed[dtype] = [[array.view(dtype) for array in part] for part in self._parts]
         elements = self.chunk_bytes // dtype.itemsize
-        end: Callable[[], None] = _nothing
         for source, target in pairs:
-            if self._results is not None and source.nbytes >= LEAST_BYTES:
-                end()
-                end = _nothing
-                if self._in_blocks(self._results, source, target, op, divisor, combination):
-                    continue
+            results = self._results if source.nbytes >= LEAST_BYTES else None
+            if results is not None and self._in_blocks(results, source, target, op, divisor, combination):
+                continue
             for start in range(0, source.size, elements):
                 slices = source[start : start + elements], target[start : start + elements]
-                copy_out = self._begin(typed, *slices, op, divisor, combination, exchange)
-                end()
-                end = copy_out
-        end()
+                yield self._chunk(typed, *slices, op, divisor, combination, exchange)
 
-    def _begin(
+    def _chunk(
         self,
         typed: list[list[Array]],
         source: Array,
@@ -289,14 +297,14 @@ class NodeSum:
         divisor: int,
         combination: Combination,
         exchange: Exchange | None,
-    ) -> Callable[[], None]:
-        """Add up this rank's share of a chunk; return what copies out the results."""
-        me, count, number = self.local_rank, source.size, self._chunks + 1
+    ) -> Halves:
+        """Add up this rank's share of a chunk; then copy out the shares of all ranks."""
+        me, count, number = self.local_rank, source.size, self._begun_chunks + 1
         operands, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
         borders = [share(count, rank, self.size, source.itemsize) for rank in range(self.size)]
         begin, end = borders[me]
         operands[me][:begin], operands[me][end:count] = source[:begin], source[end:]
-        self._chunks = number
+        self._begun_chunks = number
         self._sent_chunks.tell(number)
         self._wait_for(self._sent_chunks, number)
         total = results[me][begin:end]
@@ -304,67 +312,47 @@ class NodeSum:
             parts = [operand[begin:end] for operand in operands]
             parts[me] = source[begin:end]
             combination(parts, (total,), op, divisor)
-        wait = None if exchange is None else exchange(total)
-        if wait is None:
+        if exchange is None:
             self._summed_chunks.tell(number)
-        return partial(self._end, number, wait, target, borders, results)
-
-    def _end(
-        self,
-        number: int,
-        wait: Callable[[], object] | None,
-        target: Array,
-        borders: list[tuple[int, int]],
-        results: list[Array],
-    ) -> None:
-        """Copy out the results of a chunk: this rank's after its exchange, the other ranks' when they are ready."""
-        if wait is not None:
-            wait()
+            yield
+        else:
+            yield from exchange(total)
             self._summed_chunks.tell(number)
-        begin, end = borders[self.local_rank]
-        target[begin:end] = results[self.local_rank][begin:end]
+        target[begin:end] = total
         self._wait_for(self._summed_chunks, number)
         for rank, (begin, end) in enumerate(borders):
-            if rank != self.local_rank and end > begin:
+            if rank != me and end > begin:
                 target[begin:end] = results[rank][begin:end]
 
     def _in_blocks(
         self, results: NodeResults, source: Array, target: Array, op: str, divisor: int, combination: Combination
     ) -> bool:
         """Do `run` with one pair in a block of each rank; return False where a rank has no free block."""
-        me, nbytes, dtype, own_number = self.local_rank, target.nbytes, target.dtype, results.number_of(target)
-        begin, end = share(target.size, me, self.size, dtype.itemsize)
-        number = results.take(nbytes) if own_number == NO_BLOCK else own_number
+        begin, end = share(target.size, self.local_rank, self.size, target.itemsize)
+        block, number = target, results.number_of(target)
+        if number == NO_BLOCK:
+            block = results.new(target.shape, target.dtype)  # it is free again at the end of this call
+            number = results.number_of(block)
         if number != NO_BLOCK:
-            block = results.block(nbytes, number, me).view(dtype)
             block[:begin], block[end:] = source[:begin], source[end:]
         self._block_numbers.tell(number)
         self.barrier()
         numbers = [number_of_rank[0] for number_of_rank in self._block_numbers.numbers]
-        if NO_BLOCK not in numbers:
-            blocks = [
-                results.block(nbytes, block_number, rank).view(dtype) for rank, block_number in enumerate(numbers)
-            ]
-            sources, targets = ([*blocks[:me], array, *blocks[me + 1 :]] for array in (source, target))
-            ShareOfNode(sources, targets, op, divisor, me, combination).combine()
-            self.barrier()
-            if own_number == NO_BLOCK:
-                target[:begin], target[end:] = blocks[me][:begin], blocks[me][end:]
-        if own_number == NO_BLOCK != number:
-            results.give_back(nbytes, number)
         if NO_BLOCK in numbers:
-            results.grow(nbytes)
-        return NO_BLOCK not in numbers
+            results.grow(target.nbytes)
+            return False
+        sources, targets = (results.blocks(array, numbers) for array in (source, target))
+        ShareOfNode(sources, targets, op, divisor, self.local_rank, combination).combine()
+        self.barrier()
+        if block is not target:
+            target[:begin], target[end:] = block[:begin], block[end:]
+        return True
 
     def _wait_for(self, counter: Counter, number: int) -> None:
         for peer_number in counter.numbers:
             if peer_number[0] < number:
                 self._waiting.until(peer_number, number)
         counter.fence()
-
-
-def _nothing() -> None:
-    """Copy nothing: no chunk has begun."""
 
 
 def bytes_for(ranks: int, thresholds: Thresholds) -> int:

@@ -81,8 +81,8 @@ def private_memory(nbytes: int) -> SharedMemory:
     return SharedMemory((block[start : start + nbytes],))
 
 
-def share(nbytes: int, ranks: Any, fence: Fence = no_fence, *, sparing: bool = False) -> SharedMemory | str:
-    """Return `nbytes` for each rank of this node, or, on every rank, the same reason why not.
+def share(nbytes: int, ranks: Any, fence: Fence = no_fence, *, sparing: bool = False) -> tuple[SharedMemory, str]:
+    """Return `nbytes` zeroed bytes for each rank of this node; else, on every rank, private memory and the same reason.
 
     Collective over all `ranks`; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the free memory
     stays free for others.
@@ -108,10 +108,10 @@ def share(nbytes: int, ranks: Any, fence: Fence = no_fence, *, sparing: bool = F
             os.close(handle)
     reason = next(filter(None, ranks.allgather_text(reason)), "")
     if reason or block is None:
-        return reason
+        return private_memory(nbytes), reason
     memory_of_node = np.frombuffer(block, np.uint8)
     segments = tuple(memory_of_node[rank * size : rank * size + nbytes] for rank in range(ranks.local_size))
-    return SharedMemory(segments, ranks.local_rank, True, fence)
+    return SharedMemory(segments, ranks.local_rank, True, fence), ""
 
 
 # ------------------------------------------------------------------------------------------- files

@@ -21,24 +21,19 @@ def cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def counter_bytes(count: int) -> int:
-    """Return how much memory of each rank so many counters take: a cache line each."""
-    return count * ALIGNMENT
-
-
 class Counter:
     """One number for each rank, which only that rank writes and only ever raises.
 
     A peer that sees the number can read everything that the rank wrote before it.
 
     Args:
-        memory: zeroed; counters are at its beginning.
+        memory: zeroed; counters are at its beginning, a cache line (`ALIGNMENT`) each.
         line: the index of this counter among them.
     """
 
     def __init__(self, memory: SharedMemory, line: int) -> None:
         self.numbers: list[memoryview[int]] = [
-            segment[counter_bytes(line) :][:8].data.cast("B").cast("q") for segment in memory.segments
+            segment[line * ALIGNMENT :][:8].data.cast("B").cast("q") for segment in memory.segments
         ]
         self.fence: Fence = memory.fence
         self._own_number = self.numbers[memory.local_rank]

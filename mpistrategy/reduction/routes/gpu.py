@@ -34,10 +34,10 @@ from mpistrategy.arrays.gpu import (
     cupy_for,
     own_result,
 )
-from mpistrategy.mpi.gpu.transports.choice import any_path, device_path
+from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import UNCHOSEN, DevicePath, chosen_path, communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
+from mpistrategy.mpi.multi_node.reduced_precision import BY_NCCL, between_nodes
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.transfer import (
@@ -224,7 +224,7 @@ def _template(sizes: tuple[int, ...]) -> tuple[Array, int]:
 _PATHS = {
     "alone": "on the only replica",
     "mpi": "by MPI, which gets pointers to it",
-    "staged": "through pinned memory of the host in chunks of 4 MiB, three of them under way",
+    "staged": "through pinned memory of the host in chunks of 4 MiB, two of them under way",
     "nccl": "by NCCL, on the current stream",
 }
 #: Larger arrays travel by themselves: to pack them costs two copies, and saves next to nothing.
@@ -332,7 +332,7 @@ class GpuRoute(Transfer):
         is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
         result = take(mean_dtype(pack.dtype)) if is_whole else memory
         bucket = _Bucket(pack, memory, target is not None, source, payload, result)
-        wire: Any = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
+        wire: Any = between_nodes(self._ranks, self._wire, dtype, self._op._on_the_wire, BY_NCCL)
         knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
         if knows and self._root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
             bucket.rounded = take(wire)
@@ -436,7 +436,7 @@ def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
     """Write rank `root`'s array, which is contiguous and in memory that every path takes, into all ranks' arrays."""
     if array.size:
         with array.device:
-            any_path(communicator).bcast(communicator, array.reshape(-1), root)
+            device_path(communicator).bcast(communicator, array.reshape(-1), root)
 
 
 def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
@@ -457,5 +457,5 @@ def gather_rows(communicator: Ranks, own_block: DeviceArray, counts: Sequence[in
     """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
     if memory.size:
         with memory.device:
-            path = any_path(communicator)
+            path = device_path(communicator)
             path.allgather(communicator, own_block, counts, memory.reshape(-1))

@@ -77,7 +77,7 @@ rank = MPI.COMM_WORLD.rank
 class Apart(ms.Strategy):
     def __init__(self):
         ranks = MpiRanks(MPI.COMM_WORLD, node_key=rank)
-        ranks.share_device(Device(rank, "CPU", 0))
+        ranks.devices = tuple(Device(peer, "CPU", 0) for peer in range(ranks.size))
         super().__init__(ms.StrategyExtended(self, ranks))
 
 

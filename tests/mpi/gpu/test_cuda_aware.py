@@ -11,7 +11,7 @@ import pytest
 
 from mpistrategy.cli.doctor import cuda_trial
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
+from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome, user_setting
 
 pytestmark = pytest.mark.one_rank
@@ -40,7 +40,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delenv(VARIABLE, raising=False)
     for name in cuda_aware.settings():
         monkeypatch.delenv(name)
-    monkeypatch.setattr(loaded_mpi, "identity", lambda: LIBRARY)
+    monkeypatch.setattr(cuda_aware, "identity", lambda: LIBRARY)
     return tmp_path / "mpistrategy"
 
 
@@ -86,7 +86,7 @@ def test_an_outcome_is_of_its_library_and_settings(cache: Path, monkeypatch: pyt
             assert cuda_aware.load("one node") is None
     for other in ((f"{VERSION}, another one", LIBRARY[1]), (VERSION, "/opt/without-cuda/lib/libmpi.so.12")):
         with monkeypatch.context() as patch:
-            patch.setattr(loaded_mpi, "identity", lambda other=other: other)
+            patch.setattr(cuda_aware, "identity", lambda other=other: other)
             assert cuda_aware.load("one node") is None
     for spoiled in ("", "{", "[]", "3", '{"format": 1, "library": "another", "outcome": "right", "reason": ""}'):
         file.write_text(spoiled)
@@ -121,9 +121,9 @@ def test_a_library_is_asked(tmp_path: Path, name: str, source: str, says: bool) 
 
 @pytest.mark.each_mpi
 def test_this_mpi_is_found_and_asked() -> None:
-    version, *files = loaded_mpi.identity()
+    version, *files = cuda_aware.identity()
     assert version == launching.LIBRARY
-    assert any(map(loaded_mpi.is_mpi, files))
+    assert any(map(cuda_aware.is_mpi, files))
     assert cuda_trial.says_yes(files) in (True, False)
 
 
@@ -150,7 +150,7 @@ def test_what_keeps_the_doctor_from_trying(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(loaded_mpi, "identity", lambda: (version,))
+    monkeypatch.setattr(cuda_aware, "identity", lambda: (version,))
     monkeypatch.setattr(cuda_trial, "says_yes", lambda files: says)
     found = cuda_trial.obstacle()
     assert refused in found

@@ -21,6 +21,7 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import mpi_channel
 from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.mpi.over_mpi import ranks as over_mpi
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.mpi.shared_memory.segments import private_memory
 
@@ -138,11 +139,15 @@ def test_on_nodes_that_the_mpi_tells_apart(launch: launching.Launch, nodes: str)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+    """Ranks of one node that share no memory use MPI's sums, too."""
     digest_of = mpi_channel.digest_of
     monkeypatch.setattr(mpi_channel, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
+    if nodes == 1:
+        monkeypatch.setattr(over_mpi, "share", lambda nbytes, *_, **options: (private_memory(nbytes), ""))
     with pytest.warns(FallbackWarning, match="different bits") if RANK == 0 else nullcontext():
-        made = on_nodes(RANK % 2)
+        made = on_nodes(RANK % nodes)
     for size in (2, 9000, 300_000):
         values = [value_of(rank, "float64", (size,), 5) for rank in RANKS]
         result = np.empty(size)

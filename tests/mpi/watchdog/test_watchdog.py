@@ -141,6 +141,7 @@ import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
+from mpistrategy.mpi.gpu import device_selection
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.mpi.over_mpi.background import Background
 
@@ -156,11 +157,11 @@ def stopping(function):
 
 
 if what == "making":
-    MpiRanks.share_device = stopping(MpiRanks.share_device)
+    device_selection.look = stopping(device_selection.look)
     ms.MirroredStrategy("auto")  # with CPUs alone nothing is exchanged after the agreement
 ranks = MpiRanks(MPI.COMM_WORLD, node_key=rank)
 ranks.guard.timeout = 1
-ranks.share_device(Device(rank, "CPU", 0))
+ranks.devices = tuple(Device(peer, "CPU", 0) for peer in range(ranks.size))
 
 
 class Apart(ms.Strategy):
@@ -170,7 +171,7 @@ class Apart(ms.Strategy):
 
 strategy = Apart()
 strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", np.ones(3)).wait())
-background = ranks.once.made[Background]
+background = ranks.made[Background]
 background.free = stopping(background.free)
 strategy.close()
 """

@@ -7,40 +7,24 @@ on the program's current stream, in this order.  MPI sees memory of the host onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, cycle
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
-from mpistrategy.mpi.gpu.transports import ordered_keys
-from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, own_part
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, in_order, kernels_for, own_part
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+from mpistrategy.mpi.shared_memory.node_sum import Halves, overlapped
 
 CHUNK_BYTES = 4 * 2**20
 _SLOTS = 2
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 #: An address on the device, where in the slot its bytes are, and how many.
 _Span = tuple[int, int, int]
-
-
-class _Piece(NamedTuple):
-    """What is under way in one slot, a part of the pinned memory.
-
-    Attributes:
-        nbytes: how much of the slot it takes.
-        loads: the copies from the device to the slot.
-        combine: called then with the bytes of the slot.
-        stores: the copies from the slot to the device at last.
-    """
-
-    nbytes: int
-    loads: Sequence[_Span]
-    combine: Callable[[Array], None]
-    stores: Sequence[_Span]
 
 
 class StagedPath(DevicePath):
@@ -57,7 +41,7 @@ class StagedPath(DevicePath):
 
         self._chunk_bytes = chunk_bytes
         self._cuda = cupy_for("an array in GPU memory").cuda
-        self._slots: list[Array] = [empty_pinned((chunk_bytes,), np.uint8) for _ in range(_SLOTS)]
+        self._slots: Iterator[Array] = cycle([empty_pinned((chunk_bytes,), np.uint8) for _ in range(_SLOTS)])
         #: The event after the last copies: the next call may be on another stream.
         self._last_copy: Any = None
 
@@ -79,14 +63,14 @@ class StagedPath(DevicePath):
             else:
                 ranks.allreduce(values, op, wire=link_wire)
 
-        self._run_chunks(ranks, buffer, combine, stores=root is None or root == ranks.rank)
+        self._run(self._chunks(ranks, buffer, combine, stores=root is None or root == ranks.rank))
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by `root`'s buffer."""
         sends = ranks.rank == root
-        self._run_chunks(ranks, buffer, lambda memory: ranks.bcast(memory, root), loads=sends, stores=not sends)
+        self._run(self._chunks(ranks, buffer, lambda memory: ranks.bcast(memory, root), loads=sends, stores=not sends))
 
-    def _run_chunks(
+    def _chunks(
         self,
         ranks: Ranks,
         buffer: DeviceArray,
@@ -94,21 +78,18 @@ class StagedPath(DevicePath):
         *,
         loads: bool = True,
         stores: bool,
-    ) -> None:
+    ) -> Iterator[Halves]:
         """Let the ranks combine a buffer chunk by chunk; some ranks only load it, or only store it."""
-        step = self._chunk_bytes // buffer.itemsize * buffer.itemsize
-        pieces = []
-        for start in range(0, buffer.nbytes, step):
-            size = min(step, buffer.nbytes - start)
+        for start in range(0, buffer.nbytes, self._chunk_bytes):
+            size = min(self._chunk_bytes, buffer.nbytes - start)
             at = [(buffer.data.ptr + start, 0, size)]
-            pieces.append(_Piece(size, at if loads else [], combine, at if stores else []))
-        self._run(ranks, pieces)
+            yield self._piece(ranks, size, at if loads else [], combine, at if stores else [])
 
     def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
         """Write all ranks' blocks into `target`: every rank has a part of each piece."""
-        self._run(ranks, list(self._parts(ranks, block, counts, target)))
+        self._run(self._parts(ranks, block, counts, target))
 
-    def _parts(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> Iterator[_Piece]:
+    def _parts(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> Iterator[Halves]:
         sizes = [count * block.itemsize for count in counts]
         begins = [0, *accumulate(sizes)]
         step = max(1, self._chunk_bytes // ranks.size)
@@ -122,31 +103,45 @@ class StagedPath(DevicePath):
 
             where = zip(begins, places, parts, strict=False)
             stores = [(target.data.ptr + begin + start, place, part) for begin, place, part in where]
-            yield _Piece(places[-1], [(block.data.ptr + start, own_slice.start, parts[ranks.rank])], combine, stores)
+            loads = [(block.data.ptr + start, own_slice.start, parts[ranks.rank])]
+            yield self._piece(ranks, places[-1], loads, combine, stores)
 
-    def _run(self, ranks: Ranks, pieces: Sequence[_Piece]) -> None:
+    def _run(self, pieces: Iterable[Halves]) -> None:
         """Move all pieces, two at a time."""
         stream = self._cuda.get_current_stream()
         if self._last_copy is not None:
             stream.wait_event(self._last_copy)
         try:
-            arrived = [self._bring(number, piece, stream) for number, piece in enumerate(pieces[:_SLOTS])]
-            for number, piece in enumerate(pieces):
-                slot = self._slots[number % _SLOTS]
-                ranks.guard.wait_for_gpu(arrived[number])
-                piece.combine(slot[: piece.nbytes])
-                for address, start, nbytes in piece.stores:
-                    self._copy(address, slot.ctypes.data + start, nbytes, _TO_DEVICE, stream)
-                if number + _SLOTS < len(pieces):
-                    arrived.append(self._bring(number + _SLOTS, pieces[number + _SLOTS], stream))
+            overlapped(pieces)
         finally:
             self._last_copy = stream.record(self._cuda.Event(disable_timing=True))
 
-    def _bring(self, number: int, piece: _Piece, stream: Any) -> Any:
-        """Start to copy a piece into its slot; return the event after the copies."""
-        for address, start, nbytes in piece.loads:
-            self._copy(self._slots[number % _SLOTS].ctypes.data + start, address, nbytes, _TO_HOST, stream)
-        return stream.record(self._cuda.Event(disable_timing=True))
+    def _piece(
+        self,
+        ranks: Ranks,
+        nbytes: int,
+        loads: Sequence[_Span],
+        combine: Callable[[Array], None],
+        stores: Sequence[_Span],
+    ) -> Halves:
+        """Start to load a piece into a slot; then combine it there, and start to store it.
+
+        Args:
+            ranks: the ranks that take part.
+            nbytes: how much of the slot it takes.
+            loads: the copies from the device to the slot.
+            combine: called then with the bytes of the slot.
+            stores: the copies from the slot to the device at last.
+        """
+        slot, stream = next(self._slots), self._cuda.get_current_stream()
+        for address, start, size in loads:
+            self._copy(slot.ctypes.data + start, address, size, _TO_HOST, stream)
+        arrived = stream.record(self._cuda.Event(disable_timing=True))
+        yield
+        ranks.guard.wait_for_gpu(arrived)
+        combine(slot[:nbytes])
+        for address, start, size in stores:
+            self._copy(address, slot.ctypes.data + start, size, _TO_DEVICE, stream)
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         if nbytes:
@@ -156,7 +151,7 @@ class StagedPath(DevicePath):
         """Free the pinned memory once no copy uses it."""
         if self._last_copy is not None:
             self._last_copy.synchronize()
-        self._slots = []
+        self._slots = iter(())
 
 
 class DirectPath(DevicePath):
@@ -170,7 +165,7 @@ class DirectPath(DevicePath):
 
     def __init__(self) -> None:
         self._cupy = cupy_for("an array in GPU memory")
-        ordered_keys.kernels_for(self._cupy)
+        kernels_for(self._cupy)
 
     def reduce(
         self,
@@ -181,7 +176,7 @@ class DirectPath(DevicePath):
         wire: str | None = None,
     ) -> None:
         """Replace `buffer` by its combination over the ranks, on `root` or on all."""
-        with ordered_keys.in_order(self._cupy, buffer, op) as values:
+        with in_order(self._cupy, buffer, op) as values:
             ranks.guard.wait_for_gpu(self._cupy.cuda.get_current_stream())
             ranks.reduce(values, root, op)
 

@@ -51,12 +51,13 @@ def _own_abilities(ranks: Ranks) -> Abilities:
     return Abilities(gpu, nccl.version(), cuda_aware.obstacle(ranks.nodes))
 
 
-def device_path(ranks: Ranks, word: str) -> DevicePath:
+def device_path(ranks: Ranks, word: str = "") -> DevicePath:
     """Return the path; the first time the ranks choose it together, inside an agreed call.
 
     Args:
         ranks: the ranks that take part.
-        word: what the first call asks for; see `mpistrategy.options.path_word`.
+        word: what the first call asks for; see `mpistrategy.options.path_word`.  Broadcasts, gathers and assignments
+            ask for nothing.
 
     Raises:
         UnsupportedError: without a CuPy that works.
@@ -67,6 +68,7 @@ def device_path(ranks: Ranks, word: str) -> DevicePath:
         return chosen
     with Call(ranks.guard, _WHERE) as call:
         call.expect_more()  # a rank that fails from here on must tell the others
+        word = word or path_word(CommunicationOptions())
         own_text = json.dumps(_own_abilities(ranks))
         call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
         abilities = [Abilities(*json.loads(text)) for text in ranks.allgather_text(own_text)]
@@ -93,11 +95,6 @@ def _choose(ranks: Ranks, word: str, abilities: Sequence[Abilities]) -> tuple[De
                 return path, *in_words(name, word, against, abilities, is_broken=is_broken)
             against[name], is_broken = path, True
     raise AssertionError("staged can always be")
-
-
-def any_path(ranks: Ranks) -> DevicePath:
-    """Return `device_path` for calls that ask for none: broadcasts, gathers, assignments."""
-    return device_path(ranks, path_word(CommunicationOptions()))
 
 
 def candidates(word: str) -> list[PathName]:

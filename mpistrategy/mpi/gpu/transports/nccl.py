@@ -26,12 +26,13 @@ import numpy as np
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.interface.gpu_transport import (
     DevicePath,
     PathName,
     communication_memory,
     first_error,
+    in_order,
+    kernels_for,
 )
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
@@ -73,7 +74,7 @@ class NcclPath(DevicePath):
         #: Held while NCCL is asked how it is, and while it is let go of, which may take long.
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
-        ordered_keys.kernels_for(self._cupy)
+        kernels_for(self._cupy)
         self._progress = GpuProgress(self._cupy, self._ask)
         ranks.guard.gpu_progress = self._progress
 
@@ -132,7 +133,7 @@ class NcclPath(DevicePath):
             self.allgather(ranks, buffer, [buffer.size] * ranks.size, blocks)
             buffer[...] = blocks.reshape((ranks.size, buffer.size)).prod(axis=0)
             return
-        with ordered_keys.in_order(self._cupy, buffer, op) as values:  # NCCL's MIN and MAX of floats may lose a NaN
+        with in_order(self._cupy, buffer, op) as values:  # NCCL's MIN and MAX of floats may lose a NaN
             parts = 2 if values.dtype.kind == "c" else 1
             name = values.dtype.name if parts == 1 else f"float{values.dtype.itemsize * 4}"
             count, pointer = int(values.size) * parts, values.data.ptr
