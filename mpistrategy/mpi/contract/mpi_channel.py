@@ -100,11 +100,13 @@ class MpiControlChannel(ControlChannel):
 
     def _start(self, digest: int) -> None:
         self._header[:], expected = header_of(digest, self._comm.size)
+        # An interruption may come anywhere here.  A comparison that has not begun then has the answer True: the next
+        # one takes its place.
+        self._received_header[:] = self._expected = expected
         if self._persistent:
             self._request.Start()
         else:
             self._request = self._comm.Iallreduce(self._own_values, self._totals, MPI.SUM)
-        self._expected = expected  # last: an interruption may come before the message has begun
 
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
@@ -118,8 +120,9 @@ class MpiControlChannel(ControlChannel):
         return answer
 
     def _read(self) -> bool:
-        expected, self._expected = self._expected, b""
-        return self._received_header == expected
+        is_equal = self._received_header == self._expected
+        self._expected = b""
+        return is_equal
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""

@@ -133,6 +133,40 @@ def test_a_channel_compares_and_exchanges_texts(comm: MPI.Intracomm, kind: type[
     channel.close()
 
 
+class Interrupted:
+    """A request in whose start the handler of a signal raises: before or after the message has begun."""
+
+    def __init__(self, request: Any, begins: bool) -> None:
+        self.request, self.begins = request, begins
+
+    def Start(self) -> None:  # noqa: N802  # MPI's name
+        if self.begins:
+            self.request.Start()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_comparison_that_is_interrupted_as_it_begins_is_answered_or_replaced(
+    comm: MPI.Intracomm, begins: bool
+) -> None:
+    channel = MpiControlChannel(comm)
+    assert channel.all_equal(4)
+    if comm.rank == 0:
+        request = channel._request
+        channel._request = Interrupted(request, begins)
+        with pytest.raises(KeyboardInterrupt):
+            channel.all_equal(5)
+        channel._request = request
+        channel.start(-1)
+        while (answer := channel.finished()) is None:
+            pass
+        assert answer is (comm.size == 1)
+    else:
+        assert channel.all_equal(5) is begins
+        assert not (begins and channel.all_equal(6))
+    channel.close()
+
+
 def test_a_rank_that_loses_its_patience_while_it_tells_of_a_failure_goes_on_when_it_ends(comm: MPI.Intracomm) -> None:
     """Its later messages would be taken for the texts that the others wait for."""
     channel = MpiControlChannel(comm)
