@@ -15,8 +15,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import ALWAYS, level_of
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
-from mpistrategy.mpi.job.environment import warn_of_unknown
-from mpistrategy.mpi.job.launcher import start
+from mpistrategy.mpi.job.launcher import start, warn_of_unknown
 from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.other_names import refuses
 from mpistrategy.objects.settings import checked_type, one_of
