@@ -44,7 +44,6 @@ class Site(NamedTuple):
     place: str
 
 
-UNKNOWN = Site("?", "?")
 #: The code of the function of this package that calls step functions: its callers do not count.
 _step_caller: CodeType | None = None
 #: The folders whose frames are no call sites of the program.
@@ -83,7 +82,7 @@ def outside(frame: FrameType | None) -> FrameType | None:
 
 def _site_of(frames: list[FrameType]) -> Site:
     if not frames:
-        return UNKNOWN
+        return Site("?", "?")
     positions = [_position(frame) for frame in frames]
     places = (f"{os.path.basename(file)}:{line}{column}" for file, line, column in positions)
     return Site("{}:{}".format(*positions[0]), _FROM.join(places))
