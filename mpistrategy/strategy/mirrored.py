@@ -119,7 +119,8 @@ class MirroredStrategy(Strategy):
                     try:
                         device = choose_device(request, ranks)
                     except DeviceError as error:  # raised on all ranks alike
-                        raise ranks.guard.mark_reported(error) from None
+                        ranks.guard.reported = error
+                        raise error from None
                     ranks.share_device(device)
                     activate(device, ranks.guard)
         except MpiStrategyError:

@@ -37,12 +37,11 @@ from weakref import ref
 
 from mpistrategy import errors
 from mpistrategy.errors import DeviceError, ForkedProcessError, MpiStrategyError, RemoteError
-from mpistrategy.mpi.contract import failures, mismatch_report
+from mpistrategy.mpi.contract import failures, mismatch_report, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
-from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 from mpistrategy.objects.settings import one_of
 
 _FLAG = 1 << 62  # digests are smaller
@@ -54,7 +53,6 @@ ALWAYS, OFF = LEVELS = ("always", "off")
 CLOSE = "Strategy.close"
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
 
-E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 
 
@@ -85,8 +83,8 @@ class Guard:
         self.broken: Failure | None = None
         #: Whether this rank takes no more calls, and the other ranks, which wait for it, do not know.
         self.is_untold: bool = False
-        #: The error that the watchdog makes this rank raise in its next wait.
-        self._late_error: MpiStrategyError | None = None
+        #: The error that this rank raises where it waits, or waits next, if it can leave that wait; for any thread.
+        self.late_error: MpiStrategyError | None = None
         #: Until when this rank waits for the others, where some rank takes no more calls.
         self._patience_ends = math.inf
         #: An error that this rank waits to send to the others, and when it prints a message about the wait.
@@ -99,7 +97,7 @@ class Guard:
         self.is_in_background = False
         #: Whether this rank must be able to leave a comparison through MPI.
         self.is_patient: bool = contains_errors and failures is None
-        self._rank = rank
+        self.rank = rank
         self.size = size
         self.thread = 0
         #: The public call that this rank is in, the innermost one.
@@ -108,11 +106,7 @@ class Guard:
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
         self.since: float = 0.0
         #: How long a collective may wait for the other ranks, in seconds.
-        self.timeout = DEFAULT_SECONDS
-        #: Whether the program of this rank has ended.
-        self.leaving: bool = False
-        #: Whether all ranks have agreed to end their programs now; each then waits for the others, whatever its status.
-        self.all_leave = False
+        self.timeout = timeouts.expected()
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
         #: Whether all calls are compared where a comparison costs a message.
@@ -246,14 +240,9 @@ class Guard:
 
     def start_leaving(self) -> None:
         """Begin to tell the other ranks that this rank has ended, or takes no more calls."""
-        self.leaving = True
-        self.since = time.monotonic()
-        self._start_to_tell()
-
-    def _start_to_tell(self) -> None:
         if self._channel is not None:
             # After a failure other ranks must hear of it, also if they leave at the same time.
-            self._channel.start(digest_of(_LEAVING) if self.broken is None else -1 - self._rank)
+            self._channel.start(digest_of(_LEAVING) if self.broken is None else -1 - self.rank)
 
     def peers_have_left(self) -> bool | None:
         """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
@@ -265,7 +254,7 @@ class Guard:
         self._gather_reports(mismatch_report.Report({mismatch_report.LEFT: why}, "its end", failure=failure))
         self.is_untold = False
         if self.broken is None:
-            self._start_to_tell()
+            self.start_leaving()
 
     # --------------------------------------------------------------------------------------------- errors of this rank
 
@@ -286,15 +275,13 @@ class Guard:
             self._send(where, error)
         elif isinstance(error, MpiStrategyError) and not isinstance(error, DeviceError):
             # All ranks raise it.  The rank that the error names prints it, else the first rank.
-            error._is_printed_elsewhere = self._rank != (error.rank or 0)
+            error._is_printed_elsewhere = self.rank != (error.rank or 0)
         else:
             self._end(where, error)
 
     def _end(self, where: str, error: BaseException) -> None:
         """End the job, or this strategy alone, with an error that is not sent in place of a call."""
-        if self.broken is not None or self._channel is None:
-            return
-        if self.give_up is not None:
+        if self.give_up is not None and self.broken is None and self._channel is not None:
             self.give_up(error)  # does not return
         if self.failures is not None or not self.is_in_background:  # there the program hears of it when it waits
             self.break_off(where, error)
@@ -311,7 +298,7 @@ class Guard:
         """
         if self._channel is not None and self.broken is None:
             self.is_untold = self.failures is None
-            self.stop(Failure(in_words(error), self._rank, where))
+            self.stop(Failure(in_words(error), self.rank, where))
 
     def stop(self, reason: Failure) -> None:
         """Take no more calls: messages of unknown calls may be under way."""
@@ -329,7 +316,7 @@ class Guard:
         self._pending_error = error, self.since + PATIENCE_SECONDS
         try:
             with suppress(RemoteError):  # a rank that has failed takes no part
-                self._agrees(-1 - self._rank, patiently=True)  # no signature has a negative digest, and no other rank
+                self._agrees(-1 - self.rank, patiently=True)  # no signature has a negative digest, and no other rank
                 self._report(where, error)
         except BaseException as interruption:
             self._end(where, interruption)
@@ -342,7 +329,7 @@ class Guard:
         reports = self._gather_reports(mismatch_report.Report({"call": where}, site, type(error).__name__, str(error)))
         if isinstance(error, MpiStrategyError):
             messages = [(report.error, report.text, report.site) for report in reports]
-            error._is_printed_elsewhere = messages.index(messages[self._rank]) < self._rank
+            error._is_printed_elsewhere = messages.index(messages[self.rank]) < self.rank
         if self.skips and self.give_up is not None and not all(report.error for report in reports):
             # A message that this rank has not received would be taken for the next data.
             self.give_up(error)
@@ -351,17 +338,12 @@ class Guard:
         """Tell the other ranks that this rank takes no more calls, unless they know; wait a little for them."""
         if not self.is_untold:
             return
-        self._start_to_tell()
+        self.start_leaving()
         self._patience_ends = time.monotonic() + seconds
         with suppress(RemoteError):
             if not wait_patiently(self.peers_have_left, self.look):
                 self.tell_peers()
             self.is_untold = False
-
-    def mark_reported(self, error: E) -> E:
-        """Note that the other ranks know the error, or can no longer hear of it; return the error."""
-        self.reported = error
-        return error
 
     # ------------------------------------------------------------------------------------------- errors of other ranks
 
@@ -370,25 +352,20 @@ class Guard:
         """Whether some rank takes no more calls after a failure, so that this rank must not wait for it."""
         return self.broken is not None or (self.failures is not None and self.failures.first() is not None)
 
-    def stop_waiting(self, error: MpiStrategyError) -> None:
-        """Make this rank raise `error` where it waits, or waits next, if it can leave that wait; for any thread."""
-        self._late_error = error
-
     def look(self) -> None:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
-        if self._late_error is not None and self.broken is None:
-            self.break_off("a wait for the others", self._late_error)
-            self.is_untold = False  # the watchdog tells the others
-            raise self.mark_reported(self._late_error)
+        if self.late_error is not None and self.broken is None:  # the watchdog tells the others
+            self.stop(Failure(in_words(self.late_error), self.rank, "a wait for the others"))
+            raise self.late_error
         if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
             pending, self._pending_error = self._pending_error[0], None
             if self.skips and self.give_up is not None:
                 self.give_up(pending)  # the other ranks may wait for data that this rank does not send
-            sys.stderr.write(f"[rank {self._rank}] waits to tell the other ranks: {in_words(pending)}\n")
+            sys.stderr.write(f"[rank {self.rank}] waits to tell the other ranks: {in_words(pending)}\n")
         if self.failures is not None and self.failures.first() is not None:
             self._patience_ends = min(self._patience_ends, time.monotonic() + failures.PATIENCE_SECONDS)
         if time.monotonic() > self._patience_ends:
-            raise self.mark_reported(self._remote_error())
+            raise self._remote_error()
 
     def _remote_error(self) -> MpiStrategyError:
         """Take no more calls; return the error that names the failed rank."""
@@ -405,7 +382,7 @@ class Guard:
         """
         assert self._channel is not None
         if self.is_broken and not self.is_untold:
-            raise self.mark_reported(self._remote_error())
+            raise self._remote_error()
         texts = self._channel.allgather_text(json.dumps(astuple(own_report)), self.look)
         reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
         for report in reports:
@@ -427,8 +404,9 @@ class Guard:
             return False
         if mismatch_report.only_ask(reports):
             return True  # a flag that is up is seen at the next comparison
+        error = self.reported = self._error_in(reports)
         self.agreed = False
-        raise self.mark_reported(self._error_in(reports))
+        raise error
 
     def _error_in(self, reports: Sequence[mismatch_report.Report]) -> MpiStrategyError:
         """Return the error of every rank that has no error of its own, from the reports of calls that differ."""
@@ -452,7 +430,7 @@ class Guard:
             return self._remote_error()
         error = mismatch_report.mismatch(reports)
         first = next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call)
-        error._is_printed_elsewhere = self._rank != first  # one rank's print says it all
+        error._is_printed_elsewhere = self.rank != first  # one rank's print says it all
         return error
 
     def _see_flags(self) -> None:
