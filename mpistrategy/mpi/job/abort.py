@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from mpi4py import MPI
 
@@ -43,8 +43,6 @@ _ANOTHER_PRINTS_SECONDS = 2.0
 #: How long the ranks of other nodes may take to read why this rank has failed.
 _OTHER_NODES_SECONDS = 10.0
 _LONGEST_HEAD = 200
-
-_Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _PID, _RANK, _SIZE = os.getpid(), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 reports.title = f"[rank {_RANK}/{_SIZE}] "
@@ -74,8 +72,7 @@ def _begin() -> None:
 
 def forget(guard: Guard) -> None:
     """Say no goodbye to the peers of `guard`: its communicator is closed.  After the last one errors are Python's."""
-    if os.getpid() == _PID:
-        _open.pop(guard, None)
+    _open.pop(guard, None)
 
 
 def _ends_the_job() -> bool:
@@ -83,7 +80,9 @@ def _ends_the_job() -> bool:
     return os.getpid() == _PID and any(not guard.contains_errors for guard in _open)
 
 
-def _uncaught(before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _uncaught(
+    before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     is_pythons = hasattr(sys, "ps1") or not _ends_the_job()
     if is_pythons or before is not sys.__excepthook__:
         before(kind, error, trace)
