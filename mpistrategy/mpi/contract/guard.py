@@ -37,10 +37,10 @@ from weakref import ref
 
 from mpistrategy import errors
 from mpistrategy.errors import DeviceError, ForkedProcessError, MpiStrategyError, RemoteError
-from mpistrategy.mpi.contract import failures, mismatch_report, timeouts
+from mpistrategy.mpi.contract import mismatch_report, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
-from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
+from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, in_words
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
 from mpistrategy.objects.settings import one_of
 
@@ -63,7 +63,7 @@ class Guard:
         channel: how to reach the other ranks; None when there are none.
         rank: this rank's number.
         size: how many ranks there are.
-        failures: where ranks show each other that they take no more calls; None where they cannot.
+        shares_board: whether the watchdogs of all ranks show each other in shared memory that a rank has failed.
         contains_errors: whether an error that ends this rank's program ends only this communicator, not the job.
     """
 
@@ -73,19 +73,22 @@ class Guard:
         rank: int = 0,
         size: int = 1,
         *,
-        failures: Failures | None = None,
+        shares_board: bool = False,
         contains_errors: bool = False,
     ) -> None:
         self._channel = channel
-        self.failures = failures
+        self.shares_board = shares_board
+        #: Where the ranks of the node show each other that they have failed, a `status_board.StatusBoard`; or None.
+        self.board: Any = None
         self.contains_errors = contains_errors
         #: Why this guard takes no more calls after a failure; None before.
         self.broken: Failure | None = None
         #: Whether this rank takes no more calls, and the other ranks, which wait for it, do not know.
         self.is_untold: bool = False
-        #: The error that this rank raises where it waits, or waits next, if it can leave that wait; for any thread.
-        self.late_error: MpiStrategyError | None = None
-        #: Until when this rank waits for the others, where some rank takes no more calls.
+        #: Why each wait of this rank ends from now on, and the error that it raises there if it can leave the wait; the
+        #: watchdog sets it.
+        self.due: tuple[Failure, MpiStrategyError] | None = None
+        #: Until when this rank waits for the others to hear that it takes no more calls.
         self._patience_ends = math.inf
         #: An error that this rank waits to send to the others, and when it prints a message about the wait.
         self._pending_error: tuple[Exception, float] | None = None
@@ -96,7 +99,7 @@ class Guard:
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
         #: Whether this rank must be able to leave a comparison through MPI.
-        self.is_patient: bool = contains_errors and failures is None
+        self.is_patient: bool = contains_errors and not shares_board
         self.rank = rank
         self.size = size
         self.thread = 0
@@ -283,7 +286,7 @@ class Guard:
         """End the job, or this strategy alone, with an error that is not sent in place of a call."""
         if self.give_up is not None and self.broken is None and self._channel is not None:
             self.give_up(error)  # does not return
-        if self.failures is not None or not self.is_in_background:  # there the program hears of it when it waits
+        if self.shares_board or not self.is_in_background:  # there the program hears of it when it waits
             self.break_off(where, error)
             self.tell_of_failure()
 
@@ -297,15 +300,14 @@ class Guard:
             error: the error.
         """
         if self._channel is not None and self.broken is None:
-            self.is_untold = self.failures is None
+            self.is_untold = not self.shares_board
             self.stop(Failure(in_words(error), self.rank, where))
 
     def stop(self, reason: Failure) -> None:
         """Take no more calls: messages of unknown calls may be under way."""
-        if self.broken is None:
-            if self.failures is not None:
-                self.failures.show(reason)
-            self.broken = reason
+        if self.broken is None and self.board is not None:
+            self.board.show_failure(reason)
+        self.broken = self.broken or reason
         self.closed = True
 
     def _send(self, where: str, error: Exception) -> None:
@@ -350,29 +352,21 @@ class Guard:
     @property
     def is_broken(self) -> bool:
         """Whether some rank takes no more calls after a failure, so that this rank must not wait for it."""
-        return self.broken is not None or (self.failures is not None and self.failures.first() is not None)
+        return self.broken is not None or self.due is not None
 
     def look(self) -> None:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
-        if self.late_error is not None and self.broken is None:  # the watchdog tells the others
-            self.stop(Failure(in_words(self.late_error), self.rank, "a wait for the others"))
-            raise self.late_error
+        if self.due is not None and self.broken is None:
+            failure, error = self.due
+            self.stop(failure)
+            raise error
         if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
             pending, self._pending_error = self._pending_error[0], None
             if self.skips and self.give_up is not None:
                 self.give_up(pending)  # the other ranks may wait for data that this rank does not send
             sys.stderr.write(f"[rank {self.rank}] waits to tell the other ranks: {in_words(pending)}\n")
-        if self.failures is not None and self.failures.first() is not None:
-            self._patience_ends = min(self._patience_ends, time.monotonic() + failures.PATIENCE_SECONDS)
-        if time.monotonic() > self._patience_ends:
-            raise self._remote_error()
-
-    def _remote_error(self) -> MpiStrategyError:
-        """Take no more calls; return the error that names the failed rank."""
-        if self.failures is not None and (failure := self.failures.first()) is not None:
-            self.stop(failure)
-        assert self.broken is not None
-        return self.broken.as_error()
+        if self.broken is not None and time.monotonic() > self._patience_ends:
+            raise self.broken.as_error()
 
     def _gather_reports(self, own_report: mismatch_report.Report) -> list[mismatch_report.Report]:
         """Return the reports of all ranks; take no more calls if a rank has ended with an error.
@@ -381,8 +375,8 @@ class Guard:
             RemoteError: when some rank takes no more calls, and thus may send no report.
         """
         assert self._channel is not None
-        if self.is_broken and not self.is_untold:
-            raise self._remote_error()
+        if self.broken is not None and not self.is_untold:
+            raise self.broken.as_error()
         texts = self._channel.allgather_text(json.dumps(astuple(own_report)), self.look)
         reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
         for report in reports:
@@ -411,7 +405,7 @@ class Guard:
     def _error_in(self, reports: Sequence[mismatch_report.Report]) -> MpiStrategyError:
         """Return the error of every rank that has no error of its own, from the reports of calls that differ."""
         if self.broken is not None:
-            return self._remote_error()
+            return self.broken.as_error()
         for rank, report in enumerate(reports):
             if report.error:
                 if self.skips:
@@ -426,8 +420,9 @@ class Guard:
                 return error
         closing = [rank for rank, report in enumerate(reports) if report.call.get("call") == CLOSE]
         if closing and self.contains_errors:
-            self.stop(Failure("it has closed the strategy", closing[0]))
-            return self._remote_error()
+            failure = Failure("it has closed the strategy", closing[0])
+            self.stop(failure)
+            return failure.as_error()
         error = mismatch_report.mismatch(reports)
         first = next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call)
         error._is_printed_elsewhere = self.rank != first  # one rank's print says it all

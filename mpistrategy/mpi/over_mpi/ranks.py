@@ -18,10 +18,8 @@ from mpi4py import MPI
 from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning, LaunchError
-from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel
-from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface.ranks import MAX_COUNT, Ranks, as_bytes, pieces, put
@@ -76,8 +74,8 @@ class MpiRanks(Ranks):
     has_equal_sums: bool = True
     #: Called between two looks at messages between nodes, with the number of looks; None: see `two_level`.
     pause: Callable[[int], None] | None = None
-    #: Tells the ranks of each other's failures; None on several nodes.
-    failures: Failures | None = None
+    #: Whether the watchdogs of all ranks show each other failures in the memory of one node.
+    shares_board: bool = False
     #: How many elements one MPI call may carry, and how many bytes it adds up: between nodes pieces cost messages.
     max_count: int = MAX_COUNT
     piece_bytes: int = 2**26
@@ -127,7 +125,7 @@ class MpiRanks(Ranks):
             elif self.rank == 0:
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(
-            channel, self.rank, self.size, failures=self.failures, contains_errors=contains_errors
+            channel, self.rank, self.size, shares_board=self.shares_board, contains_errors=contains_errors
         )
         self._is_free = False
         abort.watch(self.guard, self.free)
@@ -154,7 +152,7 @@ class MpiRanks(Ranks):
         if not self.shares_memory:
             alone = share(status_board.BYTES, self, _memory_fence(), sparing=True)  # `doctor` looks at it from outside
             return alone if isinstance(alone, SharedMemory) else private_memory(status_board.BYTES), self._control
-        before, cell_bytes = status_board.BYTES + failures.BYTES, self.thresholds.cell_bytes
+        before, cell_bytes = status_board.BYTES, self.thresholds.cell_bytes
         shared = self.shared(before + bytes_for(self.local_size, self.thresholds))
         board, memory = part(shared, 0, status_board.BYTES), part(shared, before)
         self.shares_memory = shared.is_shared
@@ -167,8 +165,7 @@ class MpiRanks(Ranks):
         self.node_sum: NodeSum | None = NodeSum(part(memory, segment_bytes(cell_bytes)), chunk_bytes, wait(), more)
         if self.nodes > 1:
             return board, self._control
-        errors = part(shared, status_board.BYTES, failures.BYTES)
-        self.failures: Failures | None = Failures(errors.segments, errors.local_rank, errors.fence)
+        self.shares_board = True
         self.mailboxes: Mailboxes | None = Mailboxes(memory, cell_bytes, wait(), self._control)
         return board, self.mailboxes
 
@@ -198,7 +195,7 @@ class MpiRanks(Ranks):
         if self._control is None:
             return [text]
         self._meet()
-        return self._control.allgather_text(text, None if self.failures is None else self._look)
+        return self._control.allgather_text(text, self._look if self.shares_board else None)
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
@@ -344,7 +341,7 @@ class MpiRanks(Ranks):
 
         The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
         """
-        if self.failures is not None and self.node_sum is not None:
+        if self.shares_board and self.node_sum is not None:
             self.node_sum.barrier()
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:

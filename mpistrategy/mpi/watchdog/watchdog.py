@@ -23,6 +23,7 @@ from dataclasses import astuple, replace
 from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.failures import Failure
 from mpistrategy.mpi.contract.flight_recorder import in_words
 from mpistrategy.mpi.contract.guard import Guard
@@ -78,7 +79,6 @@ class Group:
         board: the statuses of the ranks of this node.
         node, nodes: the number of this node, and how many there are.
         directory: for the other nodes, and for reports.
-        due: the error that ends each wait of this rank from now on; None while all ranks take calls.
     """
 
     def __init__(
@@ -89,9 +89,8 @@ class Group:
         self.node = node_of[guard.rank]
         self.nodes = max(node_of) + 1
         self.directory = RunDirectory(path, warns=guard.rank == 0)
-        self.board = StatusBoard(memory)
+        self.board = guard.board = StatusBoard(memory)
         self.board.introduce(1 + zlib.crc32(encoded(path)), len(ranks), guard.record)
-        self.due: MpiStrategyError | None = None
         self._due_since = 0.0
         self._next_look = 0.0
         self._hears_alarm = self._hears_failure = False
@@ -134,29 +133,25 @@ class Group:
 
     # ------------------------------------------------------------------------------------------- no result will come
 
-    def end_waits(self, error: MpiStrategyError, now: float) -> None:
+    def end_waits(self, failure: Failure, error: MpiStrategyError, now: float) -> None:
         """Let `error` be due to this rank wherever it waits from now on."""
-        self.due, self._due_since = error, now
+        self.guard.due, self._due_since = (failure, error), now
 
     def waits_in_vain(self, now: float) -> bool:
         """Return whether this rank stays in a wait although no result will come: it can leave no wait in MPI itself."""
-        if self.due is None and (failure := self._failure()) is not None:
-            self.end_waits(failure.as_error(), now)
-        return self.due is not None and min(now - self._due_since, self.host_waited(now)) > _ENDS_SECONDS
+        if self.guard.due is None and (failure := self._failure()) is not None:
+            self.end_waits(failure, failure.as_error(), now)
+        return self.guard.due is not None and min(now - self._due_since, self.host_waited(now)) > _ENDS_SECONDS
 
     def _failure(self) -> Failure | None:
-        """Return why some rank takes no more calls; where another node must hear it, tell it or let this rank raise."""
+        """Return why some rank takes no more calls; where another node must hear it of this rank, tell it."""
         guard = self.guard
-        if guard.failures is not None:
-            return guard.failures.first()
         if guard.broken is not None and guard.is_untold:
             self.directory.show(LEFT, json.dumps(astuple(guard.broken)))
         if guard.broken is None and self._hears_failure:
             with suppress(ValueError, TypeError):
-                failure = Failure(*json.loads(self.directory.read(LEFT)))
-                guard.late_error = failure.as_error()
-                return failure
-        return guard.broken
+                return Failure(*json.loads(self.directory.read(LEFT)))
+        return guard.broken or (self.board.failure() if guard.shares_board else None)
 
     # ------------------------------------------------------------------------------------------- the other nodes
 
@@ -166,7 +161,7 @@ class Group:
         In a save a rank says again and again that it is busy until now: other nodes hear of it from time to time.
         """
         is_first = self.board.local_rank == 0 or self.guard.contains_errors
-        if self.nodes == 1 or not is_first or now < self._next_look or self.due is not None:
+        if self.nodes == 1 or not is_first or now < self._next_look or self.guard.due is not None:
             return
         self._next_look = now + min(self.guard.timeout / 10, _MESSAGES_SECONDS)
         names = self.directory.names()
@@ -263,10 +258,10 @@ class Watchdog:
             group.look_at_nodes(now)
             if group.waits_in_vain(now):
                 self._end_in_vain(group)
-            if group.due is None and group.guard.contains_errors and self._is_alarmed(now, [group]):
+            if group.guard.due is None and group.guard.contains_errors and self._is_alarmed(now, [group]):
                 error = self._call_the_roll([group]).as_error()
-                group.end_waits(error, time.monotonic())  # the roll call may have taken long
-                group.guard.late_error = error
+                failure = Failure(failures.in_words(error), group.guard.rank, "a wait for the others")
+                group.end_waits(failure, error, time.monotonic())  # the roll call may have taken long
         ending = [group for group in groups if not group.guard.contains_errors]
         if self._is_alarmed(now, ending):
             self._answer(ending)
@@ -301,8 +296,8 @@ class Watchdog:
     def _end_in_vain(self, group: Group) -> NoReturn:
         """End the job, since this rank stays in a wait although no result will come: see `Group.waits_in_vain`."""
         try:
-            where = local_process.now_doing([group.guard])
-            reports.say(f"{where}\nwaits in vain: {group.due} The whole job ends here.")
+            where, error = local_process.now_doing([group.guard]), group.guard.due and group.guard.due[1]
+            reports.say(f"{where}\nwaits in vain: {error} The whole job ends here.")
             reports.finish(FILE_SECONDS)
         finally:
             self._end_job(1)
