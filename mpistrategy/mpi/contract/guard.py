@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -40,7 +40,6 @@ from mpistrategy.errors import DeviceError, ForkedProcessError, MpiStrategyError
 from mpistrategy.mpi.contract import mismatch_report, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
-from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, in_words
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
 from mpistrategy.objects.settings import one_of
 
@@ -51,9 +50,46 @@ CHECK = "MPISTRATEGY_CHECK"
 ALWAYS, OFF = LEVELS = ("always", "off")
 #: The public name of the call that closes a strategy.
 CLOSE = "Strategy.close"
+#: How long ranks wait for each other where a rank has failed.
+PATIENCE_SECONDS = 2.0
+NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a strategy takes no more calls.
+
+    A rank that fails before the ranks have agreed on a call sends its error in place of the call.  Afterwards the other
+    ranks move data, and cannot be sent anything: their watchdogs see on the board of the node, or in the run directory,
+    that a rank has failed, and end their waits.  A rank whose wait ends anyway has the data that it needs; it finds out
+    in its next call.
+
+    Attributes:
+        error: the name and the text of the error.
+        rank: which rank raised it.
+        where: the call that raised it; "" for a program that has ended.
+    """
+
+    error: str
+    rank: int
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {f'failed in {self.where}' if self.where else 'has ended'}: {self.error}"
+
+    def as_error(self) -> RemoteError:
+        """Return the error for the other ranks."""
+        error = RemoteError(f"{self}. {NO_MORE_CALLS}")
+        error.rank, error.error = self.rank, self.error
+        return error
+
+
+def error_in_words(error: BaseException) -> str:
+    """Return the name and the text of an error, as ``KeyError: 'x'``."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class Guard:
@@ -301,7 +337,7 @@ class Guard:
         """
         if self._channel is not None and self.broken is None:
             self.is_untold = not self.shares_board
-            self.stop(Failure(in_words(error), self.rank, where))
+            self.stop(Failure(error_in_words(error), self.rank, where))
 
     def stop(self, reason: Failure) -> None:
         """Take no more calls: messages of unknown calls may be under way."""
@@ -364,7 +400,7 @@ class Guard:
             pending, self._pending_error = self._pending_error[0], None
             if self.skips and self.give_up is not None:
                 self.give_up(pending)  # the other ranks may wait for data that this rank does not send
-            sys.stderr.write(f"[rank {self.rank}] waits to tell the other ranks: {in_words(pending)}\n")
+            sys.stderr.write(f"[rank {self.rank}] waits to tell the other ranks: {error_in_words(pending)}\n")
         if self.broken is not None and time.monotonic() > self._patience_ends:
             raise self.broken.as_error()
 

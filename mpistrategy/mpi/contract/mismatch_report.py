@@ -29,7 +29,7 @@ class Report:
         error: the name of the error that prevented the call, and
         text: its text.
         digest: the number that was compared; None without a call.
-        failure: why the rank takes no more calls: the fields of a `failures.Failure`; None where it does.
+        failure: why the rank takes no more calls: the fields of a `guard.Failure`; None where it does.
     """
 
     call: Words

@@ -26,8 +26,7 @@ from mpi4py import MPI
 
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
-from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.guard import PATIENCE_SECONDS, Guard
 from mpistrategy.mpi.job import exit_hooks
 from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.watchdog import reports, watchdog

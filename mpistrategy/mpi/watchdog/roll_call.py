@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpistrategy.errors import CollectiveTimeoutError, RankCall
-from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
+from mpistrategy.mpi.contract.guard import NO_MORE_CALLS
 from mpistrategy.mpi.watchdog.status_board import RankStatus
 from mpistrategy.objects.shown import ranks_in_words
 

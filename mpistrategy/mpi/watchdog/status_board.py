@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.mpi.contract.failures import Failure
 from mpistrategy.mpi.contract.flight_recorder import LENGTH, FlightRecord
+from mpistrategy.mpi.contract.guard import Failure
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.text import decoded, encoded
 

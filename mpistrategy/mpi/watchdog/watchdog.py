@@ -23,10 +23,8 @@ from dataclasses import astuple, replace
 from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.contract import failures
-from mpistrategy.mpi.contract.failures import Failure
 from mpistrategy.mpi.contract.flight_recorder import in_words
-from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.guard import Failure, Guard, error_in_words
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.roll_call import RollCall, as_data, statuses_in
@@ -260,7 +258,7 @@ class Watchdog:
                 self._end_in_vain(group)
             if group.guard.due is None and group.guard.contains_errors and self._is_alarmed(now, [group]):
                 error = self._call_the_roll([group]).as_error()
-                failure = Failure(failures.in_words(error), group.guard.rank, "a wait for the others")
+                failure = Failure(error_in_words(error), group.guard.rank, "a wait for the others")
                 group.end_waits(failure, error, time.monotonic())  # the roll call may have taken long
         ending = [group for group in groups if not group.guard.contains_errors]
         if self._is_alarmed(now, ending):
