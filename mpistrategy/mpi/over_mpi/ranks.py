@@ -74,8 +74,6 @@ class MpiRanks(Ranks):
     has_equal_sums: bool = True
     #: Called between two looks at messages between nodes, with the number of looks; None: see `two_level`.
     pause: Callable[[int], None] | None = None
-    #: Whether the watchdogs of all ranks show each other failures in the memory of one node.
-    shares_board: bool = False
     #: How many elements one MPI call may carry, and how many bytes it adds up: between nodes pieces cost messages.
     max_count: int = MAX_COUNT
     piece_bytes: int = 2**26
@@ -125,7 +123,7 @@ class MpiRanks(Ranks):
             elif self.rank == 0:
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(
-            channel, self.rank, self.size, shares_board=self.shares_board, contains_errors=contains_errors
+            channel, self.rank, self.size, shares_board=self.mailboxes is not None, contains_errors=contains_errors
         )
         self._is_free = False
         abort.watch(self.guard, self.free)
@@ -165,7 +163,6 @@ class MpiRanks(Ranks):
         self.node_sum: NodeSum | None = NodeSum(part(memory, segment_bytes(cell_bytes)), chunk_bytes, wait(), more)
         if self.nodes > 1:
             return board, self._control
-        self.shares_board = True
         self.mailboxes: Mailboxes | None = Mailboxes(memory, cell_bytes, wait(), self._control)
         return board, self.mailboxes
 
@@ -195,7 +192,7 @@ class MpiRanks(Ranks):
         if self._control is None:
             return [text]
         self._meet()
-        return self._control.allgather_text(text, self._look if self.shares_board else None)
+        return self._control.allgather_text(text, None if self.mailboxes is None else self._look)
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
@@ -341,7 +338,7 @@ class MpiRanks(Ranks):
 
         The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
         """
-        if self.shares_board and self.node_sum is not None:
+        if self.mailboxes is not None and self.node_sum is not None:
             self.node_sum.barrier()
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
