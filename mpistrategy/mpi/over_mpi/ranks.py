@@ -157,7 +157,7 @@ class MpiRanks(Ranks):
         if not shared.is_shared or self.local_size == 1:
             return board, self._control
         look = self._look if self.nodes == 1 else lambda: None
-        wait = partial(SpinWait, self._control.progress, look, is_crowded=self.is_crowded)
+        wait = partial(SpinWait, self.progress, look, is_crowded=self.is_crowded)
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
         more = partial(self.shared, sparing=True) if self.nodes == 1 else None
         self.node_sum: NodeSum | None = NodeSum(part(memory, segment_bytes(cell_bytes)), chunk_bytes, wait(), more)

@@ -266,10 +266,10 @@ class Watchdog:
 
     def _is_alarmed(self, now: float, groups: list[Group]) -> bool:
         """Return whether this rank or another one has found a collective of these groups late."""
-        if any(group.is_alarmed() for group in groups):
-            return True
         limit = min((group.limit_passed(now, self._resumed) for group in groups), default=math.inf)
-        return limit < math.inf and not any(group.is_excused(now, limit) for group in groups)
+        return any(group.is_alarmed() for group in groups) or (
+            limit < math.inf and not any(group.is_excused(now, limit) for group in groups)
+        )
 
     def _show(self, groups: list[Group]) -> None:
         """Write the status of this moment."""
