@@ -145,7 +145,7 @@ class Guard:
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
         self.since: float = 0.0
         #: How long a collective may wait for the other ranks, in seconds.
-        self.timeout = timeouts.expected()
+        self.timeout: float = timeouts.expected()
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
         #: Whether all calls are compared where a comparison costs a message.
