@@ -84,10 +84,11 @@ class Group:
     ) -> None:
         self.guard = guard
         self.ranks = ranks
-        self.node = node_of[guard.rank]
-        self.nodes = max(node_of) + 1
-        self.directory = RunDirectory(path, warns=guard.rank == 0)
-        self.board = guard.board = StatusBoard(memory)
+        self.node: int = node_of[guard.rank]
+        self.nodes: int = max(node_of) + 1
+        self.directory: RunDirectory = RunDirectory(path, warns=guard.rank == 0)
+        self.board: StatusBoard = StatusBoard(memory)
+        guard.board = self.board
         self.board.introduce(1 + zlib.crc32(encoded(path)), len(ranks), guard.record)
         self._due_since = 0.0
         self._next_look = 0.0
