@@ -34,7 +34,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrategy
-from mpistrategy.mpi.watchdog.reports import wait_until_read
+from mpistrategy.mpi.watchdog import reports
 
 # How long a rank waits for the others, in seconds: GRACE when its own test was cut short, so that they may be
 # stuck in a collective that it never entered, else PATIENCE.
@@ -124,7 +124,7 @@ class Ranks:
             capture.suspend_global_capture(in_=True)
         sys.stderr.write(f"\n=== rank {self.rank} of {self.size}: {text}\n")
         sys.stderr.flush()
-        wait_until_read()  # MPICH's launcher may drop what it has not read when a rank aborts
+        reports.finish()  # MPICH's launcher may drop what it has not read when a rank aborts
 
 
 def _fingerprint(text: str) -> int:

@@ -24,6 +24,7 @@ from mpistrategy.checkpoint.manager import CheckpointManager
 from mpistrategy.errors import CheckpointError, ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.job.exit_hooks import program
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, checked_type, not_negative
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
@@ -303,7 +304,7 @@ class PreemptionCheckpointHandler(Settable):
                 sys.exit(START_ME_AGAIN)
             self._config.exit_fn()
         except SystemExit:
-            self._guard.all_leave = True
+            program.all_leave |= not self._communicator.is_simulated
             # Some launchers signal the other ranks once one has ended; each must end with its own status.
             for number in self._previous:
                 signal.signal(number, signal.SIG_IGN)

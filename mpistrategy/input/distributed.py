@@ -187,7 +187,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
         """Return this rank's next element; an element without rows when only other ranks have more; or END."""
         with Call(self._communicator.guard, "next(distributed dataset)", called=self._name) as call:
-            with call.own_work():
+            with call.guard.own_work():
                 element = next(iterator, END)
             call.agree("next")
             have = np.array([element is not END], np.int64)

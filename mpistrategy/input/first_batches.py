@@ -55,7 +55,7 @@ class FirstBatches:
         if self._level == "off" or ranks.size == 1 or guard.closed:  # there is not a rank to compare with
             return next(batches, END)
         with Call(guard, "next(distributed dataset)", name=self._number, called=self._name, anywhere=True) as call:
-            with call.own_work():
+            with call.guard.own_work():
                 batch = next(batches, END)
                 values, rows = ((), "") if batch is END else _values_and_rows(batch)
             call.structure = "no batch at all" if batch is END else nest.flatten(batch)[1].text

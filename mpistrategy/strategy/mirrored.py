@@ -15,8 +15,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import ALWAYS, level_of
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.gpu.device_selection import activate, choose_devices, requested
-from mpistrategy.mpi.job.environment import warn_of_unknown
-from mpistrategy.mpi.job.launcher import start
+from mpistrategy.mpi.job.launcher import start, warn_of_unknown
 from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.other_names import refuses
 from mpistrategy.objects.settings import checked_type, one_of
@@ -120,7 +119,8 @@ class MirroredStrategy(Strategy):
                     try:
                         ranks.devices = choose_devices(request, ranks)
                     except DeviceError as error:  # raised on all ranks alike
-                        raise ranks.guard.mark_reported(error) from None
+                        ranks.guard.reported = error
+                        raise error from None
                     activate(ranks.devices[ranks.rank], ranks.guard)
         except MpiStrategyError:
             ranks.free()

@@ -567,7 +567,7 @@ class Strategy(NotPickled, NamesOurs):
         with Call(communicator.guard, where, called=name) as call:
             context.check_call(where, dataset_fn)
             checked_type(where, "options", options, _OPTIONS, "an InputOptions or None")
-            with call.own_work():
+            with call.guard.own_work():
                 dataset = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
             check_iterable(dataset, where)
             call.agree("make input")

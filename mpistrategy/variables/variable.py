@@ -329,7 +329,7 @@ class Variable(ArrayLike, Settable):
             own_name = "Variable" if name is None else name
             call.name = f"{call.name}: {own_name}" if call.name else own_name
             try:
-                with call.own_work():
+                with call.guard.own_work():
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step

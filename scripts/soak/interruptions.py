@@ -20,7 +20,6 @@ import numpy as np
 from mpi4py import MPI
 
 import mpistrategy as ms
-from mpistrategy.mpi.contract import failures
 
 WORLD = MPI.COMM_WORLD
 EVERY, LONGEST_SECONDS = 10, 20.0
@@ -105,7 +104,6 @@ class Calls:
 
 def soak(options: argparse.Namespace) -> bool:
     """Make the calls, and print how they have ended; what is wrong ends the job."""
-    failures.PATIENCE_SECONDS = 0.05
     signal.signal(signal.SIGALRM, interrupt)
     dice, outcomes, calls = random.Random(options.seed), Counter[str](), Calls()
     for number in range(options.count):

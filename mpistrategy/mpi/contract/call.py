@@ -177,10 +177,6 @@ class Call(CurrentCall):
         if timeout_seconds is not None:
             self.timeout: float | None = timeouts.limit(timeout_seconds)
 
-    def own_work(self) -> AbstractContextManager[None]:
-        """Say that the code in here is the program's own: this rank waits for no other rank."""
-        return self.guard.own_work()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

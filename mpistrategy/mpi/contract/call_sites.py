@@ -27,8 +27,6 @@ _FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "
 _PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
 _REMEMBERED = 4096
 _CALLERS = 2
-_MODULE = "<module>"
-_FROM = " from "
 
 
 class Site(NamedTuple):
@@ -44,7 +42,6 @@ class Site(NamedTuple):
     place: str
 
 
-UNKNOWN = Site("?", "?")
 #: The code of the function of this package that calls step functions: its callers do not count.
 _step_caller: CodeType | None = None
 #: The folders whose frames are no call sites of the program.
@@ -83,10 +80,10 @@ def outside(frame: FrameType | None) -> FrameType | None:
 
 def _site_of(frames: list[FrameType]) -> Site:
     if not frames:
-        return UNKNOWN
+        return Site("?", "?")
     positions = [_position(frame) for frame in frames]
     places = (f"{os.path.basename(file)}:{line}{column}" for file, line, column in positions)
-    return Site("{}:{}".format(*positions[0]), _FROM.join(places))
+    return Site("{}:{}".format(*positions[0]), " from ".join(places))
 
 
 def _position(frame: FrameType) -> tuple[str, int, str]:
@@ -111,7 +108,7 @@ def site_of(frame: FrameType | None) -> Site:
             frames.append(frame)
             key += (id(code), frame.f_lasti)
             # The caller of a module's own code is Python itself, and may differ between ranks started differently.
-            if len(frames) > _CALLERS or code.co_name == _MODULE:
+            if len(frames) > _CALLERS or code.co_name == "<module>":
                 break
         elif code is _step_caller and frames:
             break

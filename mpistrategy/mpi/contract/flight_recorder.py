@@ -87,14 +87,14 @@ class FlightRecord:
 def in_words(call: CurrentCall, *, with_place: bool = True) -> str:
     """Return ``#7 ReplicaContext.all_reduce SUM float64[3] (24 B) at train.py:12``, as far as known."""
     signature = call.signature or Signature("", call=call.where)
-    parts = [
+    title, place = signature.name or call.name, signature.place or call.place
+    parts = (
         f"#{call.number} {signature.call}",
         signature.op if signature.op.isupper() else "",
         values_in_words(signature.values),
-    ]
-    title, place = signature.name or call.name, signature.place or call.place
-    parts.append(f"name={title!r}" if title else "")
-    parts.append(f"at {without_columns(place)}" if place and with_place else "")
+        f"name={title!r}" if title else "",
+        f"at {without_columns(place)}" if place and with_place else "",
+    )
     return " ".join(filter(None, parts))
 
 

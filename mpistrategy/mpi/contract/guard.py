@@ -31,18 +31,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 from weakref import ref
 
 from mpistrategy import errors
 from mpistrategy.errors import DeviceError, ForkedProcessError, MpiStrategyError, RemoteError
-from mpistrategy.mpi.contract import failures, mismatch_report
+from mpistrategy.mpi.contract import mismatch_report, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
-from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
-from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 from mpistrategy.objects.settings import one_of
 
 _FLAG = 1 << 62  # digests are smaller
@@ -52,10 +50,46 @@ CHECK = "MPISTRATEGY_CHECK"
 ALWAYS, OFF = LEVELS = ("always", "off")
 #: The public name of the call that closes a strategy.
 CLOSE = "Strategy.close"
+#: How long ranks wait for each other where a rank has failed.
+PATIENCE_SECONDS = 2.0
+NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
 
-E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a strategy takes no more calls.
+
+    A rank that fails before the ranks have agreed on a call sends its error in place of the call.  Afterwards the other
+    ranks move data, and cannot be sent anything: their watchdogs see on the board of the node, or in the run directory,
+    that a rank has failed, and end their waits.  A rank whose wait ends anyway has the data that it needs; it finds out
+    in its next call.
+
+    Attributes:
+        error: the name and the text of the error.
+        rank: which rank raised it.
+        where: the call that raised it; "" for a program that has ended.
+    """
+
+    error: str
+    rank: int
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {f'failed in {self.where}' if self.where else 'has ended'}: {self.error}"
+
+    def as_error(self) -> RemoteError:
+        """Return the error for the other ranks."""
+        error = RemoteError(f"{self}. {NO_MORE_CALLS}")
+        error.rank, error.error = self.rank, self.error
+        return error
+
+
+def error_in_words(error: BaseException) -> str:
+    """Return the name and the text of an error, as ``KeyError: 'x'``."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class Guard:
@@ -65,7 +99,7 @@ class Guard:
         channel: how to reach the other ranks; None when there are none.
         rank: this rank's number.
         size: how many ranks there are.
-        failures: where ranks show each other that they take no more calls; None where they cannot.
+        shares_board: whether the watchdogs of all ranks show each other in shared memory that a rank has failed.
         contains_errors: whether an error that ends this rank's program ends only this communicator, not the job.
     """
 
@@ -75,19 +109,22 @@ class Guard:
         rank: int = 0,
         size: int = 1,
         *,
-        failures: Failures | None = None,
+        shares_board: bool = False,
         contains_errors: bool = False,
     ) -> None:
         self._channel = channel
-        self.failures = failures
+        self.shares_board = shares_board
+        #: Where the ranks of the node show each other that they have failed, a `status_board.StatusBoard`; or None.
+        self.board: Any = None
         self.contains_errors = contains_errors
         #: Why this guard takes no more calls after a failure; None before.
         self.broken: Failure | None = None
         #: Whether this rank takes no more calls, and the other ranks, which wait for it, do not know.
         self.is_untold: bool = False
-        #: The error that the watchdog makes this rank raise in its next wait.
-        self._late_error: MpiStrategyError | None = None
-        #: Until when this rank waits for the others, where some rank takes no more calls.
+        #: Why each wait of this rank ends from now on, and the error that it raises there if it can leave the wait; the
+        #: watchdog sets it.
+        self.due: tuple[Failure, MpiStrategyError] | None = None
+        #: Until when this rank waits for the others to hear that it takes no more calls.
         self._patience_ends = math.inf
         #: An error that this rank waits to send to the others, and when it prints a message about the wait.
         self._pending_error: tuple[Exception, float] | None = None
@@ -98,8 +135,8 @@ class Guard:
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
         #: Whether this rank must be able to leave a comparison through MPI.
-        self.is_patient: bool = contains_errors and failures is None
-        self._rank = rank
+        self.is_patient: bool = contains_errors and not shares_board
+        self.rank = rank
         self.size = size
         self.thread = 0
         #: The public call that this rank is in, the innermost one.
@@ -108,11 +145,7 @@ class Guard:
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
         self.since: float = 0.0
         #: How long a collective may wait for the other ranks, in seconds.
-        self.timeout = DEFAULT_SECONDS
-        #: Whether the program of this rank has ended.
-        self.leaving: bool = False
-        #: Whether all ranks have agreed to end their programs now; each then waits for the others, whatever its status.
-        self.all_leave = False
+        self.timeout: float = timeouts.expected()
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
         #: Whether all calls are compared where a comparison costs a message.
@@ -246,14 +279,9 @@ class Guard:
 
     def start_leaving(self) -> None:
         """Begin to tell the other ranks that this rank has ended, or takes no more calls."""
-        self.leaving = True
-        self.since = time.monotonic()
-        self._start_to_tell()
-
-    def _start_to_tell(self) -> None:
         if self._channel is not None:
             # After a failure other ranks must hear of it, also if they leave at the same time.
-            self._channel.start(digest_of(_LEAVING) if self.broken is None else -1 - self._rank)
+            self._channel.start(digest_of(_LEAVING) if self.broken is None else -1 - self.rank)
 
     def peers_have_left(self) -> bool | None:
         """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
@@ -264,9 +292,9 @@ class Guard:
         failure = None if self.broken is None else astuple(self.broken)
         reports = self._gather_reports(mismatch_report.Report({mismatch_report.LEFT: why}, "its end", failure=failure))
         # The others have heard an earlier error instead where an interruption came while this rank told them of that.
-        self.is_untold = failure is not None and reports[self._rank].failure is None
+        self.is_untold = failure is not None and reports[self.rank].failure is None
         if self.broken is None:
-            self._start_to_tell()
+            self.start_leaving()
 
     # --------------------------------------------------------------------------------------------- errors of this rank
 
@@ -287,17 +315,15 @@ class Guard:
             self._send(where, error)
         elif isinstance(error, MpiStrategyError) and not isinstance(error, DeviceError):
             # All ranks raise it.  The rank that the error names prints it, else the first rank.
-            error._is_printed_elsewhere = self._rank != (error.rank or 0)
+            error._is_printed_elsewhere = self.rank != (error.rank or 0)
         else:
             self._end(where, error)
 
     def _end(self, where: str, error: BaseException) -> None:
         """End the job, or this strategy alone, with an error that is not sent in place of a call."""
-        if self.broken is not None or self._channel is None:
-            return
-        if self.give_up is not None:
+        if self.give_up is not None and self.broken is None and self._channel is not None:
             self.give_up(error)  # does not return
-        if self.failures is not None or not self.is_in_background:  # there the program hears of it when it waits
+        if self.shares_board or not self.is_in_background:  # there the program hears of it when it waits
             self.break_off(where, error)
             self.tell_of_failure()
 
@@ -311,15 +337,14 @@ class Guard:
             error: the error.
         """
         if self._channel is not None and self.broken is None:
-            self.is_untold = self.failures is None
-            self.stop(Failure(in_words(error), self._rank, where))
+            self.is_untold = not self.shares_board
+            self.stop(Failure(error_in_words(error), self.rank, where))
 
     def stop(self, reason: Failure) -> None:
         """Take no more calls: messages of unknown calls may be under way."""
-        if self.broken is None:
-            if self.failures is not None:
-                self.failures.show(reason)
-            self.broken = reason
+        if self.broken is None and self.board is not None:
+            self.board.show_failure(reason)
+        self.broken = self.broken or reason
         self.closed = True
 
     def _send(self, where: str, error: Exception) -> None:
@@ -330,7 +355,7 @@ class Guard:
         self._pending_error = error, self.since + PATIENCE_SECONDS
         try:
             with suppress(RemoteError):  # a rank that has failed takes no part
-                self._agrees(-1 - self._rank, patiently=True)  # no signature has a negative digest, and no other rank
+                self._agrees(-1 - self.rank, patiently=True)  # no signature has a negative digest, and no other rank
                 self._report(where, error)
         except BaseException as interruption:
             self._end(where, interruption)
@@ -343,7 +368,7 @@ class Guard:
         reports = self._gather_reports(mismatch_report.Report({"call": where}, site, type(error).__name__, str(error)))
         if isinstance(error, MpiStrategyError):
             messages = [(report.error, report.text, report.site) for report in reports]
-            error._is_printed_elsewhere = messages.index(messages[self._rank]) < self._rank
+            error._is_printed_elsewhere = messages.index(messages[self.rank]) < self.rank
         if self.skips and self.give_up is not None and not all(report.error for report in reports):
             # A message that this rank has not received would be taken for the next data.
             self.give_up(error)
@@ -355,50 +380,32 @@ class Guard:
         self._patience_ends = time.monotonic() + seconds
         with suppress(RemoteError):
             while self.is_untold:
-                self._start_to_tell()
+                self.start_leaving()
                 if wait_patiently(self.peers_have_left, self.look):
                     self.is_untold = False
                 else:
                     self.tell_peers()
-
-    def mark_reported(self, error: E) -> E:
-        """Note that the other ranks know the error, or can no longer hear of it; return the error."""
-        self.reported = error
-        return error
 
     # ------------------------------------------------------------------------------------------- errors of other ranks
 
     @property
     def is_broken(self) -> bool:
         """Whether some rank takes no more calls after a failure, so that this rank must not wait for it."""
-        return self.broken is not None or (self.failures is not None and self.failures.first() is not None)
-
-    def stop_waiting(self, error: MpiStrategyError) -> None:
-        """Make this rank raise `error` where it waits, or waits next, if it can leave that wait; for any thread."""
-        self._late_error = error
+        return self.broken is not None or self.due is not None
 
     def look(self) -> None:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
-        if self._late_error is not None and self.broken is None:
-            self.break_off("a wait for the others", self._late_error)
-            self.is_untold = False  # the watchdog tells the others
-            raise self.mark_reported(self._late_error)
+        if self.due is not None and self.broken is None:
+            failure, error = self.due
+            self.stop(failure)
+            raise error
         if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
             pending, self._pending_error = self._pending_error[0], None
             if self.skips and self.give_up is not None:
                 self.give_up(pending)  # the other ranks may wait for data that this rank does not send
-            sys.stderr.write(f"[rank {self._rank}] waits to tell the other ranks: {in_words(pending)}\n")
-        if self.failures is not None and self.failures.first() is not None:
-            self._patience_ends = min(self._patience_ends, time.monotonic() + failures.PATIENCE_SECONDS)
-        if time.monotonic() > self._patience_ends:
-            raise self.mark_reported(self._remote_error())
-
-    def _remote_error(self) -> MpiStrategyError:
-        """Take no more calls; return the error that names the failed rank."""
-        if self.failures is not None and (failure := self.failures.first()) is not None:
-            self.stop(failure)
-        assert self.broken is not None
-        return self.broken.as_error()
+            sys.stderr.write(f"[rank {self.rank}] waits to tell the other ranks: {error_in_words(pending)}\n")
+        if self.broken is not None and time.monotonic() > self._patience_ends:
+            raise self.broken.as_error()
 
     def _gather_reports(self, own_report: mismatch_report.Report) -> list[mismatch_report.Report]:
         """Return the reports of all ranks; take no more calls if a rank has ended with an error.
@@ -407,8 +414,8 @@ class Guard:
             RemoteError: when some rank takes no more calls, and thus may send no report.
         """
         assert self._channel is not None
-        if self.is_broken and not self.is_untold:
-            raise self.mark_reported(self._remote_error())
+        if self.broken is not None and not self.is_untold:
+            raise self.broken.as_error()
         texts = self._channel.allgather_text(json.dumps(astuple(own_report)), self.look)
         reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
         for report in reports:
@@ -430,13 +437,14 @@ class Guard:
             return False
         if mismatch_report.only_ask(reports):
             return True  # a flag that is up is seen at the next comparison
+        error = self.reported = self._error_in(reports)
         self.agreed = False
-        raise self.mark_reported(self._error_in(reports))
+        raise error
 
     def _error_in(self, reports: Sequence[mismatch_report.Report]) -> MpiStrategyError:
         """Return the error of every rank that has no error of its own, from the reports of calls that differ."""
         if self.broken is not None:
-            return self._remote_error()
+            return self.broken.as_error()
         for rank, report in enumerate(reports):
             if report.error:
                 if self.skips:
@@ -451,11 +459,12 @@ class Guard:
                 return error
         closing = [rank for rank, report in enumerate(reports) if report.call.get("call") == CLOSE]
         if closing and self.contains_errors:
-            self.stop(Failure("it has closed the strategy", closing[0]))
-            return self._remote_error()
+            failure = Failure("it has closed the strategy", closing[0])
+            self.stop(failure)
+            return failure.as_error()
         error = mismatch_report.mismatch(reports)
         first = next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call)
-        error._is_printed_elsewhere = self._rank != first  # one rank's print says it all
+        error._is_printed_elsewhere = self.rank != first  # one rank's print says it all
         return error
 
     def _see_flags(self) -> None:

@@ -29,7 +29,7 @@ class Report:
         error: the name of the error that prevented the call, and
         text: its text.
         digest: the number that was compared; None without a call.
-        failure: why the rank takes no more calls: the fields of a `failures.Failure`; None where it does.
+        failure: why the rank takes no more calls: the fields of a `guard.Failure`; None where it does.
     """
 
     call: Words
@@ -73,11 +73,24 @@ def only_ask(reports: Sequence[Report]) -> bool:
 
 
 def mismatch(reports: Sequence[Report]) -> CollectiveMismatchError:
-    """Return the error of every rank, with the table as its text and the different calls as data."""
-    left_ranks = [rank for rank, report in enumerate(reports) if LEFT in report.call]
-    error = RankLeftError(table(reports)) if left_ranks else CollectiveMismatchError(table(reports))
+    """Return the error of every rank, with a table as its text and the different calls as data.
+
+    The table shows the calls in at most 64 lines, with the fields in which they differ.  Ranks that make the same call
+    from the same place share a row.
+    """
+    calls = [report.call for report in reports]
+    different = _different(calls)
+    left_ranks = [rank for rank, call in enumerate(calls) if LEFT in call]
+    reasons = [f"{ranks_in_words(left_ranks)} left"] if left_ranks else []
+    if different or not left_ranks:
+        reasons.append(f"they differ in: {', '.join(different) or 'nothing'}")
+    head = "; ".join(["the ranks do not make the same call", *reasons])
+    lines = [head, *_rows(calls, different, [report.site for report in reports])]
+    lines.extend(_ALIKE if different == ["place"] and not left_ranks else _DIFFERENT)
+    lines.extend(_CURES[field] for field in different if field in _CURES)
+    error = (RankLeftError if left_ranks else CollectiveMismatchError)("\n".join(lines))
     error.rank = left_ranks[0] if left_ranks else None
-    error.differ = tuple(_different([report.call for report in reports]))
+    error.differ = tuple(different)
     error.calls = {rank: _as_data(report.call, report.site) for rank, report in enumerate(reports)}
     return error
 
@@ -97,24 +110,6 @@ def _as_data(call: Words, site: str) -> RankCall:
         site=site,
         left=call.get(LEFT, ""),
     )
-
-
-def table(reports: Sequence[Report]) -> str:
-    """Return the calls of all ranks as a table of at most 64 lines, with the fields in which they differ.
-
-    Ranks that make the same call from the same place share a row.
-    """
-    calls = [report.call for report in reports]
-    different = _different(calls)
-    left_ranks = [rank for rank, call in enumerate(calls) if LEFT in call]
-    reasons = [f"{ranks_in_words(left_ranks)} left"] if left_ranks else []
-    if different or not left_ranks:
-        reasons.append(f"they differ in: {', '.join(different) or 'nothing'}")
-    head = "; ".join(["the ranks do not make the same call", *reasons])
-    lines = [head, *_rows(calls, different, [report.site for report in reports])]
-    lines.extend(_ALIKE if different == ["place"] and not left_ranks else _DIFFERENT)
-    lines.extend(_CURES[field] for field in different if field in _CURES)
-    return "\n".join(lines)
 
 
 def _different(calls: Sequence[Words]) -> list[str]:

@@ -147,10 +147,6 @@ class MpiControlChannel(ControlChannel):
             comm.Allreduce(MPI.IN_PLACE, values)
         return self.all_equal(digest_of([self.sums, *more]))
 
-    def progress(self) -> None:
-        """Let MPI make progress with messages for this rank."""
-        self._comm.Iprobe()
-
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`.
 

@@ -21,7 +21,6 @@ share a process.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -67,13 +66,13 @@ class Fault:
     seconds: float = 0.0
 
 
-def parse(text: str, where: str, size: int | None = None) -> tuple[Fault, ...]:
+def parse(text: str, where: str, size: int) -> tuple[Fault, ...]:
     """Return the faults of a plan, in order.
 
     Args:
         text: the plan, in any letter case; blank text means no faults.
         where: the option or variable that held the plan, for errors.
-        size: how many ranks there are; None when that is not known yet.
+        size: how many ranks there are.
 
     Raises:
         OptionError: for a malformed plan, or a rank that does not exist; says what is allowed.
@@ -81,18 +80,18 @@ def parse(text: str, where: str, size: int | None = None) -> tuple[Fault, ...]:
     return tuple(_fault(part.strip(), where, size) for part in text.lower().split(";")) if text.strip() else ()
 
 
-def _fault(text: str, where: str, size: int | None) -> Fault:
+def _fault(text: str, where: str, size: int) -> Fault:
     kinds = sorted({call.kind for call in all_declared().values()})
     if match := _FAULT.fullmatch(",".join(sorted("".join(text.split()).split(",")))):
         ranks = tuple(map(int, match["ranks"].split("+"))) if match["ranks"] else None
         seconds, kind = float(match["seconds"] or 0), match["kind"]
-        if kind in ("", *kinds) and seconds <= _LONGEST_SECONDS and max(ranks or (0,)) < (size or math.inf):
+        if kind in ("", *kinds) and seconds <= _LONGEST_SECONDS and max(ranks or (0,)) < size:
             return Fault(text, ranks, kind, int(match["number"]), match["do"].partition(":")[0], seconds)
     raise OptionError.at(
         where,
         found=repr(text),
         expected="rank=, at= and do=, once each, with ',' between them and ';' between faults; rank= a number from 0 "
-        f"{'on' if size is None else f'to {size - 1}'}, several with '+', or any; at=KIND#NUMBER, from 1 on, the kind "
+        f"to {size - 1}, several with '+', or any; at=KIND#NUMBER, from 1 on, the kind "
         f"one of {', '.join(kinds)}, or left out; do= one of kill, stop, raise, delay:0.5s, the delay at most a day",
         fix="Write for example 'rank=2, at=allreduce#17, do=kill'.",
     )

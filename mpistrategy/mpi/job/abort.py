@@ -20,14 +20,13 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from mpi4py import MPI
 
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
-from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.guard import PATIENCE_SECONDS, Guard
 from mpistrategy.mpi.job import exit_hooks
 from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.watchdog import reports, watchdog
@@ -43,9 +42,6 @@ _ANOTHER_PRINTS_SECONDS = 2.0
 #: How long the ranks of other nodes may take to read why this rank has failed.
 _OTHER_NODES_SECONDS = 10.0
 _LONGEST_HEAD = 200
-_ENDS = "the whole job ends here."
-
-_Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _PID, _RANK, _SIZE = os.getpid(), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 reports.title = f"[rank {_RANK}/{_SIZE}] "
@@ -75,8 +71,7 @@ def _begin() -> None:
 
 def forget(guard: Guard) -> None:
     """Say no goodbye to the peers of `guard`: its communicator is closed.  After the last one errors are Python's."""
-    if os.getpid() == _PID and _open.pop(guard, None) is not None and guard.size == _SIZE:
-        program.all_leave |= guard.all_leave
+    _open.pop(guard, None)
 
 
 def _ends_the_job() -> bool:
@@ -84,7 +79,9 @@ def _ends_the_job() -> bool:
     return os.getpid() == _PID and any(not guard.contains_errors for guard in _open)
 
 
-def _uncaught(before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _uncaught(
+    before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     is_pythons = hasattr(sys, "ps1") or not _ends_the_job()
     if is_pythons or before is not sys.__excepthook__:
         before(kind, error, trace)
@@ -104,7 +101,7 @@ def _uncaught_in_thread(before: Callable[[threading.ExceptHookArgs], object], ar
 
 def _abort(status: int, words: str) -> NoReturn:
     """End the job with a status; `words` say why."""
-    reports.say(f"{words}: {_ENDS}")
+    reports.say(f"{words}: the whole job ends here.")
     for callback in exit_hooks.before_abort:
         callback()
     # MPI_Abort kills the launcher's helpers: output that they have not yet read from our pipes is lost.
@@ -159,7 +156,7 @@ def _say_goodbye() -> None:
         return
     _leave_contained()
     status = _status() if _ends_the_job() else 0
-    is_due = status and not program.all_leave and not any(guard.all_leave for guard in _open)
+    is_due = status and not program.all_leave
     # A background says its own goodbye when it is freed, and none after a failure.
     guards = [guard for guard in _open if not guard.is_in_background and not guard.is_broken]
     for guard in guards:
@@ -220,7 +217,6 @@ def _leave_contained() -> None:
         )
         for guard in contained:
             guard.break_off("", error)
-    end = time.monotonic() + _OTHER_NODES_SECONDS
     for guard in _open:
         if not guard.is_in_background:
-            guard.tell_of_failure(end - time.monotonic())
+            guard.tell_of_failure(_OTHER_NODES_SECONDS)

@@ -41,7 +41,8 @@ class ProgramEnd:
         status: what `sys.exit` was called with, or what `mpistrategy run` knows.
         words: the text to print about the status.
         known_at: the time of the call; time.monotonic().
-        all_leave: whether all ranks had agreed to end when a strategy of all of them was closed.
+        all_leave: whether the ranks of a strategy have agreed to end their programs now; each then waits for the others
+            whatever its status is.
     """
 
     status: int = 0

@@ -1,4 +1,4 @@
-"""The start of a rank: what its launcher says, MPI's own start, and whether all say the same; else a refusal.
+"""The start of a rank: what its launcher and its variables say, MPI's own start, and whether all say the same.
 
 A launcher and an MPI that do not know each other start N programs of one rank each, which train N models and end with
 status 0.  Here each of them refuses to start.
@@ -18,11 +18,18 @@ from dataclasses import dataclass, replace
 from threading import TIMEOUT_MAX
 from types import FunctionType
 
-from mpistrategy.errors import LaunchError
+from mpistrategy.errors import LaunchError, OptionWarning
 from mpistrategy.mpi.contract import timeouts
-from mpistrategy.objects.shown import ranks_by, ranks_in_words
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.objects.shown import did_you_mean, ranks_by, ranks_in_words
 from mpistrategy.options import is_on
 
+_PREFIX = "MPISTRATEGY_"
+#: The names of this package's variables, without the prefix.  `mpistrategy guide environment` says what they set.
+NAMES = (
+    *("ALONE", "CHECK", "CUDA_AWARE", "FULL_TRACEBACK", "GPU_MAP", "GPU_PATH", "INJECT", "NVTX", "PATHS", "RUN_DIR"),
+    *("TIMEOUT_SECONDS", "TRACE"),
+)
 #: Set to 1 to start several programs of one rank each on purpose.
 ALONE = "MPISTRATEGY_ALONE"
 
@@ -223,6 +230,15 @@ def no_mpi(where: str, error: BaseException) -> LaunchError:
     )
     launch_error.args = (f"{launch_error}\n{launch_error.fix}",)
     return launch_error
+
+
+def warn_of_unknown() -> None:
+    """Warn of variables that only look like variables of this package, but for those of the tests."""
+    for name in sorted(os.environ):
+        short = name.removeprefix(_PREFIX)
+        if short != name and short not in NAMES and not short.startswith(("TEST_", "GPU_LANE")):
+            advice = did_you_mean(short, NAMES) or f"There are {', '.join(NAMES)}."
+            warn(f"nothing reads the variable {name} of the environment.  After {_PREFIX}: {advice}", OptionWarning)
 
 
 # ---------------------------------------------------------------------------------------------------- the start

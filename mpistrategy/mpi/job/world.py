@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from mpi4py import MPI
 
 from mpistrategy.errors import MpiStrategyError, OptionTypeError
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard, refusal_of_child
@@ -19,10 +17,7 @@ from mpistrategy.mpi.job import abort, launcher
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.mpi.watchdog import status_board, watchdog
-from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.run_directory import RunDirectory, new_path
-from mpistrategy.mpi.watchdog.status_board import StatusBoard
-from mpistrategy.objects.text import encoded
+from mpistrategy.mpi.watchdog.run_directory import new_path
 
 _OF_COMM_NULL = (
     "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
@@ -69,13 +64,10 @@ def watch_waiting(comm: MPI.Intracomm, guard: Guard, memory: SharedMemory, node_
         path: the path of the run directory; the first rank warns if it cannot be written.
     """
     world = MPI.COMM_WORLD
-    guard.timeout = timeouts.expected()
     ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
     # Hydra, MPICH's and Intel MPI's launcher, takes the status of any killed rank for the status of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    directory = RunDirectory(path, warns=comm.rank == 0)
-    board, identity = StatusBoard(memory), 1 + zlib.crc32(encoded(path))
-    group = Group(guard, board, ranks, node_of[comm.rank], max(node_of) + 1, directory, identity)
+    group = watchdog.Group(guard, memory, ranks, node_of, path)
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
 
 

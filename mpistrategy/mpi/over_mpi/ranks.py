@@ -17,10 +17,8 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning, LaunchError
-from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel
-from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface.ranks import MAX_COUNT, Freed, Ranks, as_bytes, pieces, put
@@ -64,8 +62,6 @@ class MpiRanks(Ranks):
     has_equal_sums: bool = True
     #: Called between two looks at messages between nodes, with the number of looks; None: see `two_level`.
     pause: Callable[[int], None] | None = None
-    #: Tells the ranks of each other's failures; None on several nodes.
-    failures: Failures | None = None
     #: How many elements one MPI call may carry.
     max_count: int = MAX_COUNT
 
@@ -123,7 +119,7 @@ class MpiRanks(Ranks):
                     FallbackWarning,
                 )
         self.guard: Guard = Guard(
-            channel, self.rank, self.size, failures=self.failures, contains_errors=contains_errors
+            channel, self.rank, self.size, shares_board=self.mailboxes is not None, contains_errors=contains_errors
         )
         abort.watch(self.guard, self.free)
         if self.size > 1:
@@ -140,14 +136,14 @@ class MpiRanks(Ranks):
         if not self.shares_memory:
             board, _ = share(status_board.BYTES, self, _memory_fence(), sparing=True)  # `doctor` looks from outside
             return board, self._control
-        before, cell_bytes = status_board.BYTES + failures.BYTES, self.thresholds.cell_bytes
+        before, cell_bytes = status_board.BYTES, self.thresholds.cell_bytes
         shared = self.shared(before + bytes_for(self.local_size, self.thresholds))
         board, memory = part(shared, 0, status_board.BYTES), part(shared, before)
         self.shares_memory = shared.is_shared
         if not shared.is_shared or self.local_size == 1:
             return board, self._control
         look = (lambda: self.guard.look()) if self.nodes == 1 else (lambda: None)
-        wait = partial(SpinWait, self._control.progress, look, is_crowded=self.is_crowded)
+        wait = partial(SpinWait, self.progress, look, is_crowded=self.is_crowded)
         self.node_sum: NodeSum | None = NodeSum(
             part(memory, segment_bytes(cell_bytes)),
             chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes),
@@ -156,8 +152,6 @@ class MpiRanks(Ranks):
         )
         if self.nodes > 1:
             return board, self._control
-        errors = part(shared, status_board.BYTES, failures.BYTES)
-        self.failures: Failures | None = Failures(errors.segments, errors.local_rank, errors.fence)
         self.mailboxes: Mailboxes | None = Mailboxes(memory, cell_bytes, wait(), self._control)
         return board, self.mailboxes
 
@@ -186,7 +180,7 @@ class MpiRanks(Ranks):
         if self._control is None:
             return [text]
         self._meet()
-        return self._control.allgather_text(text, None if self.failures is None else self.guard.look)
+        return self._control.allgather_text(text, None if self.mailboxes is None else self.guard.look)
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
@@ -322,7 +316,7 @@ class MpiRanks(Ranks):
 
         The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
         """
-        if self.failures is not None and self.node_sum is not None:
+        if self.mailboxes is not None and self.node_sum is not None:
             self.node_sum.barrier()
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:

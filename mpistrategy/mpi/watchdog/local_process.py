@@ -53,8 +53,7 @@ def now_doing(guards: Iterable[Guard]) -> str:
     if finished:
         last = max(finished, key=lambda entry: entry.entered)
         words = f"its last was {flight_recorder.in_words(last)}, {now - last.left:.1f} s ago"
-    has_ended = any(guard.leaving for guard in guards)
-    return f"{'at its end: its program has ended' if has_ended else f'in no collective: {_place()}'}; {words}"
+    return f"in no collective: {_place()}; {words}"
 
 
 def inside_of(guard: Guard) -> CurrentCall | None:
@@ -72,7 +71,7 @@ def _place() -> str:
             frame = outside(frame.f_back)
     frame = frame or innermost
     if frame is None:
-        return "its main thread has ended"
+        return "its program has ended"
     return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

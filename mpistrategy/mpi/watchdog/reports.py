@@ -54,25 +54,21 @@ def say(text: str) -> None:
 def finish(seconds: float = 10.0) -> None:
     """Say which tests have failed, which pytest prints at its end only, and let the launcher read all that was printed.
 
+    Only pipes show what the launcher has read.
+
     Args:
         seconds: how long the launcher may take.
     """
-    pytest = _captured()
+    pytest, end = _captured(), time.monotonic() + seconds
     if pytest is not None:
         say(str(pytest.failed_tests()))
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             in_time(stream.flush, None, _FLUSH_SECONDS)
-    wait_until_read(seconds)
-    time.sleep(_FORWARDING_SECONDS)
-
-
-def wait_until_read(seconds: float = 10.0) -> None:
-    """Wait until the launcher has read this process's output; only pipes show that."""
-    pytest, end = _captured(), time.monotonic() + seconds
     for descriptor in {1, 2 if pytest is None else pytest.stderr}:
         while _unread(descriptor) and time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
+    time.sleep(_FORWARDING_SECONDS)
 
 
 def _unread(descriptor: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpistrategy.errors import CollectiveTimeoutError, RankCall
-from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
+from mpistrategy.mpi.contract.guard import NO_MORE_CALLS
 from mpistrategy.mpi.watchdog.status_board import RankStatus
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -76,8 +76,10 @@ class RollCall:
         """
         rows, late = self.statuses, max(self.statuses, key=lambda status: status.waited - status.limit)
         failed = [status.rank for status in rows if FAILED in status.text]
-        headline = f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
-        headline += f"(timeout_seconds={late.limit:g})"
+        headline = (
+            f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
+            f"(timeout_seconds={late.limit:g})"
+        )
         if failed:
             headline = f"a collective has failed on a GPU: {ranks_in_words(failed)}"
         if len(rows) > _MOST_ROWS:  # missing ranks before ranks that wait

@@ -106,8 +106,7 @@ class RunDirectory:
 
     def read(self, name: str) -> str:
         """Return the text of a file; "" where there is none."""
-        path = os.path.join(self.path, name)
-        return self._ask(lambda: decoded(own_files.read(path, _MOST_BYTES)), "")
+        return self._ask(lambda: decoded(own_files.read(os.path.join(self.path, name), _MOST_BYTES)), "")
 
     def names(self) -> list[str]:
         """Return the names of all files; [] where the directory cannot be read."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.mpi.contract.flight_recorder import LENGTH, FlightRecord
+from mpistrategy.mpi.contract.guard import Failure
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.text import decoded, encoded
 
@@ -36,6 +37,10 @@ ROW = np.dtype(
         ("text", "S900"),
         ("expected", _SECONDS),  # until when this rank is busy, as it said
         ("state", _NUMBER),  # 0, ANSWERED or CALLED: an alarm for the other ranks
+        ("origin", _NUMBER),  # why this rank takes no more calls: the fields of a `Failure`
+        ("where", "S400"),
+        ("error", "S600"),
+        ("failed", _NUMBER),  # 1 once they are written
         ("before", _NUMBER, LENGTH),  # see `FlightRecord`, as for `times` and `after`
         ("times", _SECONDS, LENGTH),
         ("after", _NUMBER, LENGTH),
@@ -114,6 +119,20 @@ class StatusBoard:
         """Write a field of `ROW` after all earlier writes; the end of a very long text is cut."""
         self._fence()
         self._own_row[name] = encoded(value, ROW[name].itemsize) if isinstance(value, str) else value
+
+    def show_failure(self, failure: Failure) -> None:
+        """Say that this rank takes no more calls."""
+        self.put("origin", failure.rank)
+        self.put("where", failure.where)
+        self.put("error", failure.error)
+        self.put("failed", 1)
+
+    def failure(self) -> Failure | None:
+        """Return why the first rank of the node that takes no more calls does so; None while all take calls."""
+        for row in self._rows:
+            if row["failed"]:
+                return Failure(decoded(bytes(row["error"])), int(row["origin"]), decoded(bytes(row["where"])))
+        return None
 
     def all(self, name: str) -> list[float]:
         """Return one number of each rank of the node."""

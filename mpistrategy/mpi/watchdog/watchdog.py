@@ -16,36 +16,162 @@ import math
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, NoReturn
 
+from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.flight_recorder import in_words
-from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.guard import Failure, Guard, error_in_words
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog import local_process, reports
-from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.roll_call import RollCall, as_data, statuses_in
-from mpistrategy.mpi.watchdog.run_directory import ERROR, FILE_SECONDS, ROLL_CALL
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, RankStatus
+from mpistrategy.mpi.watchdog.run_directory import ERROR, FILE_SECONDS, LEFT, ROLL_CALL, RunDirectory
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, RankStatus, StatusBoard
 from mpistrategy.objects.settings import checked_number, positive
+from mpistrategy.objects.text import encoded
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
 #: How long a look may take, at files of other nodes; a longer look has stood still.
 _LOOKING_SECONDS = 3 * FILE_SECONDS
-_JOIN_SECONDS = 1.0
 #: The status of a job that a late collective has ended, as of `timeout`.
 STATUS = 124
 #: How long the watchdog waits for the ranks of its node, and for the other nodes.
 _NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
 #: How long the rank that speaks for its node may take: it waits for the other nodes, reads and writes two files.
 _SPEAKING_SECONDS = _NODES_SECONDS + 3 * FILE_SECONDS
-#: How long ending the job by MPI may take.
+#: How long this thread, or the end of the job by MPI, may take to come to its end.
 _END_SECONDS = 1.0
 #: The pause between two looks at memory and at files of other nodes.
 _LOOK_SECONDS = 0.1
 _RECORDS = "Each rank's stacks and its last collectives"
+#: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
+_OWN_GPU = 2
+#: How often a node looks into the run directory, at least.
+_MESSAGES_SECONDS = 2.5
+#: For how long another node may not know that this node is busy.
+_UNTOLD_SECONDS = 60.0
+#: After how long a wait for a rank that takes no more calls ends with the job, where a rank stays in it.
+_ENDS_SECONDS = 5.0
+
+
+class Group:
+    """The ranks of one communicator.
+
+    A rank works, waits in a collective or waits for its own GPU.  It may have announced until when it is busy.  Ranks
+    of one node read each other's statuses in shared memory.  What is said to all nodes (that a node is busy, that a
+    rank takes no more calls, that a collective is late) is a name in the run directory.  The first rank of each node
+    looks there, and all ranks where errors are contained; a rank that is late looks once more.
+
+    Args:
+        guard: of this rank.
+        memory: for the status board of this node.
+        ranks: the numbers in the job of all ranks, in the order of the communicator.
+        node_of: the number of the node of each rank.
+        path: of the run directory, the same on all ranks; the first rank warns if it cannot be written.
+
+    Attributes:
+        board: the statuses of the ranks of this node.
+        node, nodes: the number of this node, and how many there are.
+        directory: for the other nodes, and for reports.
+    """
+
+    def __init__(
+        self, guard: Guard, memory: SharedMemory, ranks: Sequence[int], node_of: Sequence[int], path: str
+    ) -> None:
+        self.guard = guard
+        self.ranks = ranks
+        self.node: int = node_of[guard.rank]
+        self.nodes: int = max(node_of) + 1
+        self.directory: RunDirectory = RunDirectory(path, warns=guard.rank == 0)
+        self.board: StatusBoard = StatusBoard(memory)
+        guard.board = self.board
+        self.board.introduce(1 + zlib.crc32(encoded(path)), len(ranks), guard.record)
+        self._due_since = 0.0
+        self._next_look = 0.0
+        self._hears_alarm = self._hears_failure = False
+        #: Until when this node is busy as the other nodes know; until when another node is, as this one knows.
+        self._announced_end, self._remote_end = time.monotonic(), 0.0
+
+    # ------------------------------------------------------------------------------------------- is a collective late?
+
+    def wait(self, now: float, not_before: float) -> tuple[float, float]:
+        """Return how long this rank, or its GPU, has waited in a collective from `not_before` on, and the limit."""
+        current, flight, usual = self.guard.current, self.guard.gpu_progress, self.guard.timeout
+        limit = usual if current is None or current.timeout is None else current.timeout
+        waits = [(self.host_waited(now, not_before), limit)]
+        if flight is not None:
+            waits.append(flight.wait(now, not_before, usual))
+        return max(waits, key=lambda wait: wait[0] / wait[1])
+
+    def host_waited(self, now: float, not_before: float = -math.inf) -> float:
+        """Return how long this rank itself has waited in a collective, from `not_before` on; 0 in none."""
+        entry = local_process.inside_of(self.guard)
+        return 0.0 if entry is None else max(0.0, now - max(entry.entered, self.guard.since, not_before))
+
+    def limit_passed(self, now: float, not_before: float) -> float:
+        """Return the limit that is over, a longer limit for this rank's own GPU; infinity where no limit is over."""
+        waited, limit = self.wait(now, not_before)
+        own_gpu = now - max(self.guard.own_gpu_since, not_before)
+        return limit if waited > limit or own_gpu > _OWN_GPU * limit else math.inf
+
+    def is_alarmed(self) -> bool:
+        """Return whether this rank knows of a rank that has found a collective late, or of a failure on its own GPU."""
+        flight = self.guard.gpu_progress
+        return self._hears_alarm or any(self.board.all("state")) or (flight is not None and bool(flight.failure))
+
+    def is_excused(self, now: float, limit: float) -> bool:
+        """Return whether some rank has announced work, and neither its time nor the limit after it is over."""
+        here = max(self.board.all("expected"))
+        if self.nodes > 1 and max(here, self._remote_end) + limit <= now:
+            self._remote_end = now + self.directory.busy_until() - time.time()
+        return max(here, self._remote_end) + limit > now
+
+    # ------------------------------------------------------------------------------------------- no result will come
+
+    def end_waits(self, failure: Failure, error: MpiStrategyError, now: float) -> None:
+        """Let `error` be due to this rank wherever it waits from now on."""
+        self.guard.due, self._due_since = (failure, error), now
+
+    def waits_in_vain(self, now: float) -> bool:
+        """Return whether this rank stays in a wait although no result will come: it can leave no wait in MPI itself."""
+        if self.guard.due is None and (failure := self._failure()) is not None:
+            self.end_waits(failure, failure.as_error(), now)
+        return self.guard.due is not None and min(now - self._due_since, self.host_waited(now)) > _ENDS_SECONDS
+
+    def _failure(self) -> Failure | None:
+        """Return why some rank takes no more calls; where another node must hear it of this rank, tell it."""
+        guard = self.guard
+        if guard.broken is not None and guard.is_untold:
+            self.directory.show(LEFT, json.dumps(astuple(guard.broken)))
+        if guard.broken is None and self._hears_failure:
+            with suppress(ValueError, TypeError):
+                return Failure(*json.loads(self.directory.read(LEFT)))
+        return guard.broken or (self.board.failure() if guard.shares_board else None)
+
+    # ------------------------------------------------------------------------------------------- the other nodes
+
+    def look_at_nodes(self, now: float) -> None:
+        """As the first rank of a node, when it is time: look what other nodes say, and say if this node is busy.
+
+        In a save a rank says again and again that it is busy until now: other nodes hear of it from time to time.
+        """
+        is_first = self.board.local_rank == 0 or self.guard.contains_errors
+        if self.nodes == 1 or not is_first or now < self._next_look or self.guard.due is not None:
+            return
+        self._next_look = now + min(self.guard.timeout / 10, _MESSAGES_SECONDS)
+        names = self.directory.names()
+        self._hears_alarm, self._hears_failure = self._hears_alarm or ROLL_CALL in names, LEFT in names
+        expected, step = max(self.board.all("expected")), min(self.guard.timeout / 10, _UNTOLD_SECONDS)
+        if expected > self._announced_end + step:
+            self._announced_end = expected
+            self.directory.show(f"busy-{self.node}-{math.ceil(time.time() + expected - now)}")
+        elif expected < now - 2 * step:  # the next save may be short
+            self._announced_end = now
+            self.directory.show("")
 
 
 class Watchdog:
@@ -85,7 +211,7 @@ class Watchdog:
         group = self.groups.pop(guard, None)
         self._changed.set()
         if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_SECONDS)
+            self._thread.join(_END_SECONDS)
         if group is not None:
             group.directory.show("")
 
@@ -131,20 +257,20 @@ class Watchdog:
             group.look_at_nodes(now)
             if group.waits_in_vain(now):
                 self._end_in_vain(group)
-            if group.due is None and group.guard.contains_errors and self._is_alarmed(now, [group]):
+            if group.guard.due is None and group.guard.contains_errors and self._is_alarmed(now, [group]):
                 error = self._call_the_roll([group]).as_error()
-                group.end_waits(error, time.monotonic())  # the roll call may have taken long
-                group.guard.stop_waiting(error)
+                failure = Failure(error_in_words(error), group.guard.rank, "a wait for the others")
+                group.end_waits(failure, error, time.monotonic())  # the roll call may have taken long
         ending = [group for group in groups if not group.guard.contains_errors]
         if self._is_alarmed(now, ending):
             self._answer(ending)
 
     def _is_alarmed(self, now: float, groups: list[Group]) -> bool:
         """Return whether this rank or another one has found a collective of these groups late."""
-        if any(group.is_alarmed() for group in groups):
-            return True
         limit = min((group.limit_passed(now, self._resumed) for group in groups), default=math.inf)
-        return limit < math.inf and not any(group.is_excused(now, limit) for group in groups)
+        return any(group.is_alarmed() for group in groups) or (
+            limit < math.inf and not any(group.is_excused(now, limit) for group in groups)
+        )
 
     def _show(self, groups: list[Group]) -> None:
         """Write the status of this moment."""
@@ -169,8 +295,8 @@ class Watchdog:
     def _end_in_vain(self, group: Group) -> NoReturn:
         """End the job, since this rank stays in a wait although no result will come: see `Group.waits_in_vain`."""
         try:
-            where = local_process.now_doing([group.guard])
-            reports.say(f"{where}\nwaits in vain: {group.due} The whole job ends here.")
+            where, error = local_process.now_doing([group.guard]), group.guard.due and group.guard.due[1]
+            reports.say(f"{where}\nwaits in vain: {error} The whole job ends here.")
             reports.finish(FILE_SECONDS)
         finally:
             self._end_job(1)
@@ -186,7 +312,7 @@ class Watchdog:
         Args:
             groups: those that are watched; their boards have this rank's status of this moment.
         """
-        widest, remote_statuses = max(groups, key=lambda group: len(group.ranks)), list[RankStatus]()
+        widest = max(groups, key=lambda group: len(group.ranks))
         guards, began = [group.guard for group in groups], time.monotonic()
         record = f"{local_process.now_doing(guards)}\n\n{local_process.record(guards)}"
         for group in groups:
@@ -197,39 +323,36 @@ class Watchdog:
         states = widest.board.all("state")
         first = next(local for local, state in enumerate(states) if state)
         speaks = CALLED not in states and first == widest.board.local_rank
-        if speaks:
-            remote_statuses = self._speak(widest)
+        called = _speak(widest) if speaks else None
         reports.finish(FILE_SECONDS)
         for group in groups if speaks else ():
             group.board.put("state", CALLED)
         _until(lambda: CALLED in widest.board.all("state"), began + _NODE_SECONDS + _SPEAKING_SECONDS)
-        statuses = _on_this_node(widest) + remote_statuses
+        statuses = _on_this_node(widest)
         # Only the rank that calls the roll hears of other nodes: on other ranks an unknown rank is not a missing rank.
-        knows_all = bool(remote_statuses) or widest.nodes == 1
-        return RollCall(statuses, widest.ranks if knows_all else [status.rank for status in statuses])
+        return called or RollCall(statuses, widest.ranks if widest.nodes == 1 else [status.rank for status in statuses])
 
-    def _speak(self, widest: Group) -> list[RankStatus]:
-        """Write the records of this node, and call the roll unless another node does; return what other nodes say."""
-        directory, local_statuses = widest.directory, _on_this_node(widest)
+
+def _speak(widest: Group) -> RollCall | None:
+    """Write the records of this node; call the roll, and return it, unless another node does."""
+    directory, local_statuses = widest.directory, _on_this_node(widest)
+    for status in local_statuses:
+        if status.silent and status.signal:  # print your stacks: this needs no Python in that process
+            with suppress(OSError):
+                os.kill(status.process, status.signal)
+    calls = directory.claim(ROLL_CALL)  # by the first node that makes this file, which is an alarm
+    remote_statuses = _hear_others(widest) if calls and widest.nodes > 1 else []
+    called = RollCall(local_statuses + remote_statuses, widest.ranks)
+    text = called.text(f"{_RECORDS}: {directory.path}/*.json", widest.guard.contains_errors) if calls else ""
+    is_written = directory.write(f"error-{widest.node}.json", _as_json(widest, local_statuses, called, text))
+    if is_written and calls:
+        reports.say(text)
+        directory.write(ROLL_CALL, text)
+    elif not is_written or not _until(lambda: bool(directory.read(ROLL_CALL)), time.monotonic() + _SPEAKING_SECONDS):
         for status in local_statuses:
-            if status.silent and status.signal:  # print your stacks: this needs no Python in that process
-                with suppress(OSError):
-                    os.kill(status.process, status.signal)
-        calls = directory.claim(ROLL_CALL)  # by the first node that makes this file, which is an alarm
-        remote_statuses = _hear_others(widest) if calls and widest.nodes > 1 else []
-        called = RollCall(local_statuses + remote_statuses, widest.ranks)
-        text = called.text(f"{_RECORDS}: {directory.path}/*.json", widest.guard.contains_errors) if calls else ""
-        is_written = directory.write(f"error-{widest.node}.json", _as_json(widest, local_statuses, called, text))
-        if is_written and calls:
-            reports.say(text)
-            directory.write(ROLL_CALL, text)
-        elif not is_written or not _until(
-            lambda: bool(directory.read(ROLL_CALL)), time.monotonic() + _SPEAKING_SECONDS
-        ):
-            for status in local_statuses:
-                reports.say(f"record of rank {status.rank}:\n{status.record}")
-            reports.say(called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
-        return remote_statuses
+            reports.say(f"record of rank {status.rank}:\n{status.record}")
+        reports.say(called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
+    return called if calls else None
 
 
 def _on_this_node(widest: Group) -> list[RankStatus]:

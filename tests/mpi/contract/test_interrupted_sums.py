@@ -10,7 +10,6 @@ from replicas import RANK, SIZE, OnNodes, context, outcomes, raising, several
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi.contract import failures
 
 LAST = SIZE - 1
 #: The sums of few numbers travel with the comparison, others after it.
@@ -98,9 +97,8 @@ def test_while_a_rank_waits_to_tell_its_error(contained: ms.Strategy) -> None:
 
 
 @several
-def test_where_a_call_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_call_is_left() -> None:
     """Nobody knows whether it was done: the rank takes no more calls, and its next one is no part of that."""
-    monkeypatch.setattr(failures, "PATIENCE_SECONDS", 0.1)
     with ms.MirroredStrategy(on_error="raise") as strategy:
         repeated(strategy, KNOWN)
         if RANK == LAST:

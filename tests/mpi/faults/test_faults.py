@@ -59,7 +59,7 @@ def test_words_of_a_plan() -> None:
         Fault(first, (2, 0), "", 3, "delay", 0.5),
         Fault(second, None, "reduce", 1, "raise"),
     )
-    assert parse("  ", "here") == ()
+    assert parse("  ", "here", 3) == ()
 
 
 MALFORMED = {

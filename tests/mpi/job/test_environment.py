@@ -10,7 +10,7 @@ import pages
 import pytest
 
 import mpistrategy
-from mpistrategy.mpi.job import environment
+from mpistrategy.mpi.job import launcher
 from mpistrategy.options import is_on
 
 TEXTS = [path.read_text(encoding="utf-8") for path in Path(mpistrategy.__file__).parent.rglob("*.py")]
@@ -20,7 +20,7 @@ def test_the_tables_have_the_variables_that_the_package_reads() -> None:
     read = {name for text in TEXTS for name in re.findall(r"\bMPISTRATEGY_[A-Z]+(?:_[A-Z]+)*\b", text)}
     read = {name for name in read if not name.startswith(("MPISTRATEGY_TEST", "MPISTRATEGY_GPU_LANE"))}
     shown = set(re.findall(r"(?m)^\| `(MPISTRATEGY_\w+)` \|", pages.TEXTS["environment"]))
-    known = {f"MPISTRATEGY_{name}" for name in environment.NAMES}
+    known = {f"MPISTRATEGY_{name}" for name in launcher.NAMES}
     assert read | {"MPISTRATEGY_GPU_MAP"} == shown == known, "slurm/select_gpu.sh reads the map"
 
 
