@@ -94,11 +94,16 @@ class Claim:
     variables: tuple[str, ...]
 
 
+def _is_number(text: str) -> bool:
+    """Return whether a text is a number that a launcher writes; Python refuses to read thousands of digits."""
+    return text.isdecimal() and len(text) < 20
+
+
 def claim_in(environment: Mapping[str, str]) -> Claim | None:
     """Return the claim of the innermost launcher; None without a launcher, or where it is not to be trusted."""
     claims_by_size: dict[str, Claim] = {}
     for launcher, size, rank in _PLACES:
-        if environment.get(size, "").isdecimal() and environment.get(rank, "").isdecimal():
+        if _is_number(environment.get(size, "")) and _is_number(environment.get(rank, "")):
             claims_by_size[size] = Claim(launcher, int(environment[size]), int(environment[rank]), (size, rank))
     job, _, step = environment.get("PMI_JOBID", "").partition(".")
     if job.isdecimal() and step.isdecimal() and "PMI_SIZE" in claims_by_size:  # of `srun --mpi=pmi2`
@@ -106,7 +111,7 @@ def claim_in(environment: Mapping[str, str]) -> Claim | None:
         if job != environment.get("SLURM_JOB_ID"):  # sbatch hands on the variables of the step that it was called in
             del claims_by_size["PMI_SIZE"]
     number = environment.get("SLURM_STEP_ID", "")
-    if not number.isdecimal() or int(number) >= _FIRST_SPECIAL_STEP or "SLURM_PTY_PORT" in environment:
+    if not _is_number(number) or int(number) >= _FIRST_SPECIAL_STEP or "SLURM_PTY_PORT" in environment:
         claims_by_size.pop(
             "SLURM_STEP_NUM_TASKS", None
         )  # a script, or an interactive shell, where somebody types `python ...`

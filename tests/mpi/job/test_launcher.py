@@ -142,6 +142,7 @@ VALID = {
     "python in a shell of flux alloc": ({"FLUX_URI": "local:///tmp/flux/local-0", "FLUX_ENCLOSING_ID": "f23"}, 1),
     "mpiexec -n 1 in a rank of flux run": (FLUX | {"PMI_SIZE": "1", "PMI_RANK": "0"}, 1),
     "single programs on purpose": (STEP | {ALONE: "1"}, 1),
+    "numbers of 5,000 digits": ({"PMI_SIZE": 5000 * "9", "PMI_RANK": "0", "SLURM_STEP_ID": 5000 * "9"}, 1),
     "numbers that are none": ({"PMI_SIZE": "many", "PMI_RANK": "0", "SLURM_STEP_ID": "batch"}, 1),
 }
 
