@@ -162,10 +162,15 @@ class NodeResults:
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return memory for a result: a free block, or else new memory."""
+        block = self.free_block(shape, dtype)
+        return np.empty(shape, dtype) if block is None else block
+
+    def free_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+        """Return a free block, which is free again once nobody refers to it; None without one."""
         nbytes = prod(shape) * dtype.itemsize
         free = self._free.get(nbytes)
         if not free:
-            return np.empty(shape, dtype)
+            return None
         number = free.pop()
         # Views refer to this array over a memoryview, not to the segment below it.
         block = np.frombuffer(self._blocks[nbytes][number][self._rank].data, dtype)
@@ -329,16 +334,14 @@ class NodeSum:
     ) -> bool:
         """Do `run` with one pair in a block of each rank; return False where a rank has no free block."""
         begin, end = share(target.size, self.local_rank, self.size, target.itemsize)
-        block, number = target, results.number_of(target)
-        if number == NO_BLOCK:
-            block = results.new(target.shape, target.dtype)  # it is free again at the end of this call
-            number = results.number_of(block)
-        if number != NO_BLOCK:
+        is_block = results.number_of(target) != NO_BLOCK
+        block = target if is_block else results.free_block(target.shape, target.dtype)
+        if block is not None:
             block[:begin], block[end:] = source[:begin], source[end:]
-        self._block_numbers.tell(number)
+        self._block_numbers.tell(NO_BLOCK if block is None else results.number_of(block))
         self.barrier()
         numbers = [number_of_rank[0] for number_of_rank in self._block_numbers.numbers]
-        if NO_BLOCK in numbers:
+        if block is None or NO_BLOCK in numbers:
             results.grow(target.nbytes)
             return False
         sources, targets = (results.blocks(array, numbers) for array in (source, target))
