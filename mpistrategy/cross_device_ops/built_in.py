@@ -6,7 +6,6 @@ unless it takes the usual routes, as MpiAllReduce does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -19,11 +18,11 @@ from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
 from mpistrategy.arrays.gpu import layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.errors import DTypeError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.objects.settings import Fixed
+from mpistrategy.objects.settings import Fixed, checked_number, checked_type, not_negative
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.collectives import concatenate
 from mpistrategy.reduction.inputs import (
@@ -39,7 +38,7 @@ from mpistrategy.reduction.inputs import (
 from mpistrategy.reduction.plan import Plan, summed, usual_route
 from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
 from mpistrategy.reduction.routes.host import CommunicatorRoute
-from mpistrategy.reduction.transfer import Description, Layout, Pack, Transfer, layouts_of, packs_of
+from mpistrategy.reduction.transfer import Layout, Pack, Transfer, Way, layouts_of, packs_of
 
 #: What a subclass may override; its values have no plans then.
 _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
@@ -57,10 +56,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return self._num_packs
 
     def _set_num_packs(self, num_packs: Any) -> None:
-        is_number = isinstance(num_packs, (int, float)) and not isinstance(num_packs, bool)
-        if not is_number or not 0 <= num_packs < math.inf:
-            error = OptionError if is_number else OptionTypeError
-            raise error.at(type(self).__name__, found=f"num_packs={num_packs!r}", expected="an int >= 0")
+        checked_number(type(self).__name__, "num_packs", num_packs, "an int >= 0", not_negative)
         self._num_packs = num_packs
 
     @cached_property
@@ -185,8 +181,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _explanation(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
-    ) -> tuple[list[Description], list[str]]:
-        """Return the buffers' descriptions for `Strategy.explain`, and lines about values in no buffer."""
+    ) -> tuple[list[tuple[Pack, Way]], list[str]]:
+        """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
         where = "Strategy.explain"
         values = [checked_value(own_component(value, op, where), op, where) for value in leaves]
         parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
@@ -363,10 +359,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
     ) -> None:
         where = "ReductionToOneDevice"
         if reduce_to_device is not None:
-            if not isinstance(reduce_to_device, str):
-                raise OptionTypeError.at(
-                    where, found=f"reduce_to_device={reduce_to_device!r}", expected="a device string"
-                )
+            checked_type(where, "reduce_to_device", reduce_to_device, str, "a device string")
             devices.parse(reduce_to_device, where, "reduce_to_device")
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise OptionTypeError.at(

@@ -97,8 +97,7 @@ def move(
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
         gpu.prepare(ranks, gpu_arrays, call.where)
-    compared = Compared(collective.signature(call, destination), None)
-    compared.sparingly = collective.sparingly and not gpu_arrays
+    compared = Compared(collective, collective.signature(call, destination), None)
     return compared.carry_out(call, collective, arrays, targets)
 
 
@@ -166,8 +165,9 @@ class Gathering(Collective):
         self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._own_lengths = np.array(self._lengths, np.int64)
-        header, on_host = layouts_of([self._own_lengths]), not any(map(is_on_device, arrays))
-        boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if on_host else None
+        self.sparingly: bool = not any(map(is_on_device, arrays))
+        header = layouts_of([self._own_lengths])
+        boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
         #: Whether this rank's arrays lie in its mailbox.
         self._fits = boxes is not None
         self._in_mailboxes = boxes or in_mailboxes(ranks, header, ranks.size)

@@ -16,7 +16,7 @@ from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.reducer import Reducer, checked_inputs
-from mpistrategy.reduction.transfer import Description
+from mpistrategy.reduction.transfer import Pack, Way
 
 _WHERE = "Strategy.explain"
 
@@ -30,7 +30,7 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
         arena._check(reducer, _WHERE)
         value = arena.values
     leaves, structure = nest.flatten_without_none(value)
-    descriptions: list[Description] = []
+    descriptions: list[tuple[Pack, Way]] = []
     notes: list[str] = []
     if arena is not None and algorithm._in_rank_order:
         check_dtypes(arena._buckets, op, _WHERE)
@@ -47,14 +47,14 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
     return "\n  ".join([head, *lines])
 
 
-def _lines(descriptions: Sequence[Description]) -> list[str]:
+def _lines(descriptions: Sequence[tuple[Pack, Way]]) -> list[str]:
     """Return two lines for the buffers of a dtype that take one way."""
-    groups: dict[Any, list[Description]] = {}
-    for description in descriptions:
-        groups.setdefault((description.way, description.dtype, description.arrays > 1), []).append(description)
+    groups: dict[Any, list[Pack]] = {}
+    for pack, way in descriptions:
+        groups.setdefault((way, pack.dtype, len(pack.members) > 1), []).append(pack)
     lines = []
     for ((way, copies), dtype, _), group in groups.items():
-        count, nbytes = sum(buffer.arrays for buffer in group), sum(buffer.nbytes for buffer in group)
+        count, nbytes = sum(len(pack.members) for pack in group), sum(pack.nbytes for pack in group)
         buffers = f"{_count(count, 'array')} in {_count(len(group), 'buffer')}"
         subject = f"{buffers}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
         lines += [f"{subject}: {way}", f"  copies: {', '.join(copies) or 'none'}"]

@@ -46,7 +46,7 @@ from mpistrategy.reduction.plan import (
     kind_of,
     sums_of,
 )
-from mpistrategy.reduction.transfer import Description, Layout, Targets, Transfer, is_simple, layouts_of
+from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, is_simple, layouts_of
 
 
 class Algorithm(ABC):
@@ -78,8 +78,8 @@ class Algorithm(ABC):
 
     def _explanation(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
-    ) -> tuple[list[Description], list[str]]:
-        """Return the buffers' descriptions for `Strategy.explain`, and lines about values in no buffer."""
+    ) -> tuple[list[tuple[Pack, Way]], list[str]]:
+        """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
         return [], [self.explain_implementation(op, len(leaves))]
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -161,22 +161,6 @@ Targets: TypeAlias = "Sequence[Array | None] | None"
 Way: TypeAlias = "tuple[str, tuple[str, ...]]"
 
 
-class Description(NamedTuple):
-    """The description of a buffer for `Strategy.explain`.
-
-    Attributes:
-        dtype: the dtype in which it travels.
-        nbytes: its length.
-        arrays: how many arrays are in it.
-        way: how it travels, and the copies.
-    """
-
-    dtype: np.dtype[Any]
-    nbytes: int
-    arrays: int
-    way: Way
-
-
 class Transfer(ABC):
     """The work on arrays of certain layouts before the ranks agree on a call, and after the agreement.
 
@@ -216,10 +200,9 @@ class Transfer(ABC):
         """Return how a pack of these arrays travels."""
         raise NotImplementedError(type(self).__name__)
 
-    def describe(self, arrays: Sequence[Array]) -> list[Description]:
-        """Return the descriptions of these arrays for `Strategy.explain`."""
-        packs = [pack for pack in self.packs if pack.size]
-        return [Description(pack.dtype, pack.nbytes, len(pack.members), self.way(pack, arrays)) for pack in packs]
+    def describe(self, arrays: Sequence[Array]) -> list[tuple[Pack, Way]]:
+        """Return the packs of these arrays and how they travel, for `Strategy.explain`."""
+        return [(pack, self.way(pack, arrays)) for pack in self.packs if pack.size]
 
 
 def copies_of(pack: Pack, arrays: Sequence[Array]) -> tuple[str, ...]:
