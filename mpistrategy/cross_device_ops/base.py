@@ -171,7 +171,7 @@ class CrossDeviceOps(Algorithm):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """Override: reduce one value.  The arguments have been checked.
+        """Override: reduce one value, by default as a batch of one.  The arguments have been checked.
 
         Args:
             reduce_op: the operation.
@@ -182,7 +182,7 @@ class CrossDeviceOps(Algorithm):
         Returns:
             A Mirrored of the result, with a component on the ranks of the destinations.
         """
-        raise self._without("reduce")
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self,
@@ -200,11 +200,8 @@ class CrossDeviceOps(Algorithm):
         Returns:
             What `reduce_implementation` returns for each pair, in their order.
         """
-        raise self._without("batch_reduce")
-
-    def _without(self, method: str) -> UnsupportedError:
-        where = f"{type(self).__name__}.{method}"
-        return UnsupportedError.at(where, found=f"no {method}_implementation", expected="one in your subclass")
+        where = f"{type(self).__name__}.batch_reduce"
+        raise UnsupportedError.at(where, found="no batch_reduce_implementation", expected="one in your subclass")
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Override: send rank 0's value to the destinations.

@@ -49,6 +49,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     #: Whether arrays in GPU memory are combined on the host.
     _by_host: bool = False
+    _num_packs: float = 0
 
     @property
     def num_packs(self) -> float:
@@ -111,12 +112,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
         return concatenate(ranks, slices, op)
-
-    def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
-    ) -> Any:
-        """Reduce one value as a batch of one."""
-        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self,

@@ -290,7 +290,7 @@ class Arena(ArenaBase, Generic[T]):
         """
         self._check(reducer, call.where, out)
         call.structure = self._structure.text
-        in_place, is_ordinary = self._in_place or out is not None, is_weighted or not reducer.algorithm._in_rank_order
+        in_place, is_ordinary = self._in_place or out is not None, is_weighted or not reducer.algorithm._works_in_place
         if in_place or not is_ordinary:
             check_dtypes(self._buckets, op, call.where)
         if is_ordinary:

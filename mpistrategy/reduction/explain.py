@@ -32,7 +32,7 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
     leaves, structure = nest.flatten_without_none(value)
     descriptions: list[tuple[Pack, Way]] = []
     notes: list[str] = []
-    if arena is not None and algorithm._in_rank_order:
+    if arena is not None and algorithm._works_in_place:
         check_dtypes(arena._buckets, op, _WHERE)
         descriptions = arena._describe(reducer, op, settings)
     elif leaves or not (structure.num_none or reducer.is_alone):

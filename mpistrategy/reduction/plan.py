@@ -476,12 +476,10 @@ class WeightedMeans(Transfer):
         """Return the means of the arrays in the mailboxes."""
         weights = [float(arrays[0]) for arrays in arrays_of_ranks]
         factors, total = normalized(weights)
-        if total == 0:
-            return [np.full(shape, np.nan, dtype) for (_, shape), dtype in zip(self.layouts, self.results, strict=True)]
         rows = [
             (np.float64(factor), arrays)
             for factor, weight, arrays in zip(factors, weights, arrays_of_ranks, strict=True)
-            if weight
+            if weight or total == 0  # the means are NaN then
         ]
         means = []
         for number, dtype in enumerate(self.results, 1):

@@ -53,19 +53,12 @@ class Algorithm(ABC):
     """A `CrossDeviceOps`, as this folder uses it; the defaults are for an algorithm of the program.
 
     Attributes:
-        _in_rank_order: whether it returns the bits of a sum in rank order: arenas may then be reduced in place.  Only
-            the subclass that sets it has it.
-        _num_packs: see `mpistrategy.reduction.transfer.packs_of`.
+        _in_rank_order: whether it returns the bits of a sum in rank order.
         _device_path: the path of arrays in GPU memory; "" leaves it to the options.
     """
 
     _in_rank_order: bool = False
-    _num_packs: float = 0
     _device_path: str = ""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
 
     def explain_implementation(self, reduce_op: ReduceOp, count: int) -> str:
         """Return the line of `Strategy.explain` for so many arrays and this operation; to be overridden.
@@ -101,6 +94,11 @@ class Algorithm(ABC):
     def _has_plans(self) -> bool:
         """Whether arrays are reduced by its `_transfer`; else each call must be examined."""
         return False
+
+    @property
+    def _works_in_place(self) -> bool:
+        """Whether arenas are reduced where they are, in rank order: no subclass reduces in another way."""
+        return self._in_rank_order and self._has_plans
 
     def _transfer(
         self,

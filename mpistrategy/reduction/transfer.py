@@ -85,8 +85,12 @@ class Pack:
 
     def unpack(self, buffer: Array, results: list[Any]) -> None:
         """Write the views of `buffer` into the results of all arrays; a number is copied out of a large pack."""
+        members = self.members
+        if len(members) == 1:  # the buffer itself may be an array of the caller's
+            results[members[0].index] = buffer if buffer.shape == members[0].shape else buffer.reshape(members[0].shape)
+            return
         copies_numbers = self.size > FEW_ELEMENTS
-        for m in self.members:
+        for m in members:
             array = buffer[m.start : m.stop].reshape(m.shape)
             results[m.index] = array.copy() if copies_numbers and m.stop - m.start == 1 else array
 
@@ -211,8 +215,7 @@ def copies_of(pack: Pack, arrays: Sequence[Array]) -> tuple[str, ...]:
         return (f"all into {pack.dtype.name} and the results back",)
     if len(pack.members) > 1:
         return ("all into the pack",)
-    array = arrays[pack.members[0].index]
-    return () if array.dtype == pack.dtype and is_buffer(array) else ("all in order",)
+    return () if is_buffer(arrays[pack.members[0].index]) else ("all in order",)
 
 
 # ------------------------------------------------------------------------------------ from a sum to the result
