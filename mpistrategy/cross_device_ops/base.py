@@ -19,6 +19,7 @@ from mpistrategy.errors import (
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.objects.settings import checked_type
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction import inputs as placing
@@ -231,8 +232,7 @@ def _checked(
     resolved_pairs = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]
     for _, destinations in resolved_pairs:
         placing.resolve(destinations, ranks, call.where)
-    settings = CommunicationOptions() if options is None else options
-    if not isinstance(settings, CommunicationOptions):
-        raise OptionTypeError.at(call.where, found=f"options={options!r}", expected="a CommunicationOptions or None")
+    given, expected = CommunicationOptions() if options is None else options, "a CommunicationOptions or None"
+    settings = checked_type(call.where, "options", given, CommunicationOptions, expected)
     call.wait_as(settings.timeout_seconds)
     return op, resolved_pairs, settings

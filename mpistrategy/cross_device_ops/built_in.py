@@ -174,25 +174,21 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         layouts = layouts_of([operands[i] for i in dense])
         return [(self._transfer(ranks, layouts, op, options, target, on_gpu=False), dense), *parts], operands
 
-    def _explanation(
+    def _ways(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[tuple[Pack, Way]], list[str]]:
         """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
         where = "Strategy.explain"
         values = [checked_value(own_component(value, op, where), op, where) for value in leaves]
         parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
-        descriptions = [
-            description
-            for transfer, indices in parts
-            for description in transfer.describe([operands[i] for i in indices])
-        ]
+        ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
         by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]
         counts = {
             "IndexedSlices: gathered on all ranks": sum(isinstance(value, IndexedSlices) for value in values),
             "Mirrored: the same everywhere, nothing is sent": sum(isinstance(value, Mirrored) for value in values),
             "on a GPU: copied to the host, reduced as others are, and copied back": sum(by_host),
         }
-        return descriptions, [f"{count} {note}" for note, count in counts.items() if count]
+        return ways, [f"{count} {note}" for note, count in counts.items() if count]
 
     def _reduce(
         self,

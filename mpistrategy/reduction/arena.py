@@ -37,7 +37,7 @@ from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed
+from mpistrategy.objects.settings import Fixed, checked_switch
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.collectives import broadcast
@@ -93,8 +93,7 @@ class Arena(ArenaBase, Generic[T]):
         communicator = reducer.communicator
         self._communicator: Ranks = communicator
         with Call(communicator.guard, "Strategy.arena", called=name) as call:
-            if not isinstance(shared_result, bool):
-                raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
+            shared_result = checked_switch(call.where, "shared_result", shared_result)
             leaves, self._structure = nest.flatten(like)
             call.structure = self._structure.text
             if not leaves:
@@ -323,8 +322,11 @@ class Arena(ArenaBase, Generic[T]):
         targets = self._own_arrays if in_place else [bucket.result for bucket in self._buckets]
         return gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
 
-    def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[tuple[Pack, Way]]:
+    def _ways(
+        self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str
+    ) -> list[tuple[Pack, Way]]:
         """Return the buckets and how `all_reduce` would combine them, for `Strategy.explain`."""
+        check_dtypes(self._buckets, op, where)
         ways = self._routes[self._how(reducer, op, options, self._in_place)].describe(self._own_arrays)
         packs = [pack for pack in self._packs if pack.size]
         return [(pack, way) for pack, (_, way) in zip(packs, ways, strict=True)]

@@ -43,6 +43,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.objects.settings import checked_switch, whole_number
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind
 from mpistrategy.reduction.plan import CallPlan, Compared, NestPlan, NumbersOfRanks
@@ -329,11 +330,10 @@ class Scan(EachArray):
                 expected="SUM, MIN, MAX or PROD",
                 fix="A mean of the first ranks has another divisor on each rank: divide a SUM by rank + 1.",
             )
-        if not isinstance(is_exclusive, (bool, np.bool_)):
-            raise OptionTypeError.at(where, found=f"exclusive={is_exclusive!r}", expected="True or False")
+        exclusive = checked_switch(where, "exclusive", is_exclusive)
         for array in arrays:
             check_order(reducible(array, where).dtype, op, where)
-        return Scanning(self.reducer.communicator, arrays, op, exclusive=bool(is_exclusive))
+        return Scanning(self.reducer.communicator, arrays, op, exclusive=exclusive)
 
 
 def identity(dtype: np.dtype[Any], op: ReduceOp) -> Any:
@@ -595,9 +595,7 @@ def checked_root(root: Any, size: int, where: str) -> int:
     Raises:
         OptionTypeError, OptionError: when it is not a rank.
     """
-    expected = f"a rank from 0 to {size - 1}"
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
-        raise OptionTypeError.at(where, found=f"root={root!r}", expected=expected)
-    if not 0 <= root < size:
-        raise OptionError.at(where, found=f"root={root}", expected=expected)
-    return int(root)
+    rank = whole_number(where, "root", root)
+    if not 0 <= rank < size:
+        raise OptionError.at(where, found=f"root={rank}", expected=f"a rank from 0 to {size - 1}")
+    return rank

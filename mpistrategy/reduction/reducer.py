@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
+from mpistrategy.arrays.convert import any_array, as_target, hand_back, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
-from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, is_arena
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
-from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpistrategy.objects.shown import size_in_words
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.inputs import (
     EVERY_RANK,
     Destination,
@@ -46,7 +47,17 @@ from mpistrategy.reduction.plan import (
     kind_of,
     sums_of,
 )
-from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, is_simple, layouts_of
+from mpistrategy.reduction.transfer import (
+    Layout,
+    Pack,
+    Targets,
+    Transfer,
+    Way,
+    counted,
+    is_simple,
+    layouts_of,
+    ways_in_words,
+)
 
 
 class Algorithm(ABC):
@@ -69,7 +80,7 @@ class Algorithm(ABC):
         """
         return f"{type(self).__name__} reduces them: its routes are not known"
 
-    def _explanation(
+    def _ways(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[tuple[Pack, Way]], list[str]]:
         """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
@@ -455,6 +466,39 @@ class Reducer:
         values = tuple((f"{dtype_name(dtype)}{where}", shape) for dtype, shape in layouts)
         signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, self.algorithm._settings(options))
         return ArraysPlan(plan, signature, options.timeout_seconds)
+
+    def explain(self, value: Any, reduce_op: Op, options: CommunicationOptions | None) -> str:
+        """Return the text of `Strategy.explain`; nothing is sent, nothing is written.
+
+        The ways come from the transfers that do the work.
+        """
+        where, ranks, algorithm = "Strategy.explain", self.communicator, self.algorithm
+        op, settings = ReduceOp._parse(reduce_op, where), self.options.merge(options)
+        arena = value if is_arena(value) else None
+        if arena is not None:
+            arena._check(self, where)
+            value = arena.values
+        leaves, structure = nest.flatten_without_none(value)
+        ways: list[tuple[Pack, Way]] = []
+        notes: list[str] = []
+        if arena is not None and algorithm._works_in_place:
+            ways = arena._ways(self, op, settings, where)
+        elif leaves or not (structure.num_none or self.is_alone):
+            components, _, _ = checked_inputs(op, leaves, lambda: nest.paths_without_none(value), where, None, None)
+            ways, notes = algorithm._ways(ranks, op, components, settings)
+        if structure.num_none:
+            notes.append(f"{structure.num_none} None: left as None, nothing is sent")
+        subject = f"{op.value} of {counted(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
+        place = f"{counted(ranks.size, 'rank')} of {counted(ranks.nodes, 'node')}"
+        head = f"all_reduce {subject}, on {place} by {type(algorithm).__name__}"
+        return "\n  ".join([head, *ways_in_words(ways), *notes, f"thresholds: {ranks.thresholds.source}"])
+
+
+def _nbytes(leaf: Any) -> int:
+    part = contribution(leaf)
+    if isinstance(part, IndexedSlices):
+        return _nbytes(part.values) + _nbytes(part.indices)
+    return int(any_array(part).nbytes)
 
 
 class _ByAlgorithm(Transfer):

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, is_buffer, mean_dtype, quietly
+from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype, is_buffer, mean_dtype, quietly
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 
 #: What bytes_per_pack=0 stands for.
@@ -216,6 +217,25 @@ def copies_of(pack: Pack, arrays: Sequence[Array]) -> tuple[str, ...]:
     if len(pack.members) > 1:
         return ("all into the pack",)
     return () if is_buffer(arrays[pack.members[0].index]) else ("all in order",)
+
+
+def ways_in_words(ways: Sequence[tuple[Pack, Way]]) -> list[str]:
+    """Return two lines for the packs of a dtype that take one way."""
+    groups: dict[Any, list[Pack]] = {}
+    for pack, way in ways:
+        groups.setdefault((way, pack.dtype, len(pack.members) > 1), []).append(pack)
+    lines = []
+    for ((way, copies), dtype, _), group in groups.items():
+        count, nbytes = sum(len(pack.members) for pack in group), sum(pack.nbytes for pack in group)
+        buffers = f"{counted(count, 'array')} in {counted(len(group), 'buffer')}"
+        subject = f"{buffers}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
+        lines += [f"{subject}: {way}", f"  copies: {', '.join(copies) or 'none'}"]
+    return lines
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 array", "2 arrays"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # ------------------------------------------------------------------------------------ from a sum to the result
