@@ -179,7 +179,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     ) -> tuple[list[tuple[Pack, Way]], list[str]]:
         """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
         where = "Strategy.explain"
-        values = [checked_value(own_component(value, op, where), op, where) for value in leaves]
+        values = [checked_value(value, op, where) for value in leaves]
         parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
         ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
         by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]
@@ -205,7 +205,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         Args:
             outs: for each value an array that its result may be written to; used only where that saves a copy.
         """
-        components = [own_component(value, op, call.where) for value in components]
         values = [checked_value(value, op, call.where) for value in components]
         layouts, texts = tuple(map(_layout, values)), [place.text for place in targets]
         # Values that go to different ranks are sent to all of them.

@@ -111,11 +111,7 @@ def combine_by_shares(ranks: Ranks, op: str, source: Array, target: Array) -> No
     memory = ranks.guard.on_all(partial(room_for_shares, ranks, reals(target)))
     if target is not source:
         target[...] = source
-    by_shares(ranks, reals(target), memory, partial(_combine_rows, op))
-
-
-def _combine_rows(op: str, rows: Array) -> None:
-    combine_ordered([*rows], [*rows], op, 1)
+    by_shares(ranks, reals(target), memory, lambda rows: combine_ordered([*rows], [*rows], op, 1))
 
 
 @quietly

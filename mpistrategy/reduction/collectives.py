@@ -81,8 +81,12 @@ def dense(value: Any, where: str) -> Any:
     """Return this rank's value; UnsupportedError for IndexedSlices."""
     component = contribution(value)
     if isinstance(component, IndexedSlices):
-        fix = "Use to_dense(), or give its values and its indices."
-        raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix=fix)
+        raise UnsupportedError.at(
+            where,
+            found="IndexedSlices",
+            expected="an array",
+            fix="Use to_dense(), or give its values and its indices.",
+        )
     return component
 
 
@@ -90,16 +94,22 @@ def move(
     ranks: Ranks,
     collective: Collective,
     arrays: Sequence[Any],
+    components: Sequence[Any],
     call: Call,
     destination: str = "",
     targets: Targets = None,
 ) -> list[Array]:
-    """Return the results of arrays, once all ranks make the same call, with this destination."""
+    """Return the results of arrays, once all ranks make the same call, with this destination.
+
+    The arrays are those of this rank's `components`, whose memory may be used again after the call.
+    """
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
         gpu.prepare(ranks, gpu_arrays, call.where)
     compared = Compared(collective, collective.signature(call, destination), None)
-    return compared.carry_out(call, collective, arrays, targets)
+    results = compared.carry_out(call, collective, arrays, targets)
+    ranks.guard.wait_for_gpu(event_of_reads(components))
+    return results
 
 
 class EachArray(General):
@@ -123,9 +133,8 @@ class EachArray(General):
         call.structure = structure.text
         call.wait_as(self.merged_options.timeout_seconds)
         arrays = [self.checked(leaf, call.where) for leaf in leaves]
-        results = move(self.reducer.communicator, self.collective(call, arrays, value), arrays, call)
         components = [*map(contribution, leaves)]
-        self.reducer.communicator.guard.wait_for_gpu(event_of_reads(components))
+        results = move(self.reducer.communicator, self.collective(call, arrays, value), arrays, components, call)
         return structure.pack([*map(in_kind, results, components)])
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
@@ -215,7 +224,7 @@ def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Tar
         call: the guard's call that all ranks make.
         into: memory for each result on the host, or None: used where that saves a copy, and if `axis` is 0.
     """
-    return move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, call)
+    return move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, arrays, call)
 
 
 class Gather(EachArray):
@@ -438,8 +447,7 @@ def broadcast(
     components = [dense(value, call.where) for value in values]
     arrays = [array_where_it_is(value, call.where) for value in components]
     targets = arrays if in_place else None
-    results = move(ranks, FromRoot(ranks, arrays, root), arrays, call, destination, targets)
-    ranks.guard.wait_for_gpu(event_of_reads(components))
+    results = move(ranks, FromRoot(ranks, arrays, root), arrays, components, call, destination, targets)
     return [*map(like_given, results, components)]
 
 
@@ -514,8 +522,11 @@ class Broadcast(EachArray):
         root = checked_root(self.argument, ranks.size, where)
         if value is None:
             if ranks.rank == root:
-                expected = "a value there; the other ranks may give None"
-                raise LeafError.at(where, found=f"the value None on the root, rank {root}", expected=expected)
+                raise LeafError.at(
+                    where,
+                    found=f"the value None on the root, rank {root}",
+                    expected="a value there; the other ranks may give None",
+                )
             call.structure = ASKS
             call.agree("broadcast", op=f"from rank {root}")
             text = structure_of(ranks, root)

@@ -15,7 +15,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import any_array, as_target, hand_back, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, event_of_reads, is_arena
+from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
@@ -31,6 +31,7 @@ from mpistrategy.reduction.inputs import (
     checked_leaves,
     in_kind,
     leaves_like,
+    own_component,
     own_part,
     takes,
     write,
@@ -233,13 +234,12 @@ class AllReduce(General):
         layouts = layouts_of(arrays)
         if is_on_gpu and op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
             return None  # whose mean has another dtype
-        transfer: Transfer | None
-        kind: type[NestPlan]
-        if is_weighted:
-            transfer, kind = reducer.weighted_means(layouts, options), WeightedPlan
-        else:
-            transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
-            kind = DevicePlan if is_on_gpu else NestPlan
+        kind = WeightedPlan if is_weighted else DevicePlan if is_on_gpu else NestPlan
+        transfer = (
+            reducer.weighted_means(layouts, options)
+            if is_weighted
+            else reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
+        )
         is_elsewhere = out is not None and destination is None and not is_on_gpu
         if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
             return None
@@ -549,7 +549,7 @@ def checked_inputs(
     """Return the leaves as algorithms get them, their arrays, and the arrays for the results."""
     if not leaves:
         raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
-    components = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
+    components = [own_component(leaf, op, where) for leaf in leaves]
     arrays = checked_leaves(components, paths, where, dense)
     if targets is None:
         return components, arrays, None
