@@ -19,6 +19,7 @@ from mpistrategy.errors import (
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.objects.settings import checked_type
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction import inputs as placing
@@ -171,7 +172,7 @@ class CrossDeviceOps(Algorithm):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """Override: reduce one value.  The arguments have been checked.
+        """Override: reduce one value, by default as a batch of one.  The arguments have been checked.
 
         Args:
             reduce_op: the operation.
@@ -182,7 +183,7 @@ class CrossDeviceOps(Algorithm):
         Returns:
             A Mirrored of the result, with a component on the ranks of the destinations.
         """
-        raise self._without("reduce")
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self,
@@ -200,11 +201,8 @@ class CrossDeviceOps(Algorithm):
         Returns:
             What `reduce_implementation` returns for each pair, in their order.
         """
-        raise self._without("batch_reduce")
-
-    def _without(self, method: str) -> UnsupportedError:
-        where = f"{type(self).__name__}.{method}"
-        return UnsupportedError.at(where, found=f"no {method}_implementation", expected="one in your subclass")
+        where = f"{type(self).__name__}.batch_reduce"
+        raise UnsupportedError.at(where, found="no batch_reduce_implementation", expected="one in your subclass")
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Override: send rank 0's value to the destinations.
@@ -234,8 +232,7 @@ def _checked(
     resolved_pairs = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]
     for _, destinations in resolved_pairs:
         placing.resolve(destinations, ranks, call.where)
-    settings = CommunicationOptions() if options is None else options
-    if not isinstance(settings, CommunicationOptions):
-        raise OptionTypeError.at(call.where, found=f"options={options!r}", expected="a CommunicationOptions or None")
+    given, expected = CommunicationOptions() if options is None else options, "a CommunicationOptions or None"
+    settings = checked_type(call.where, "options", given, CommunicationOptions, expected)
     call.wait_as(settings.timeout_seconds)
     return op, resolved_pairs, settings

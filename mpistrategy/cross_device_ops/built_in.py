@@ -6,7 +6,6 @@ unless it takes the usual routes, as MpiAllReduce does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -19,11 +18,11 @@ from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
 from mpistrategy.arrays.gpu import layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.errors import DTypeError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.objects.settings import Fixed
+from mpistrategy.objects.settings import Fixed, checked_number, checked_type, not_negative
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.collectives import concatenate
 from mpistrategy.reduction.inputs import (
@@ -39,7 +38,7 @@ from mpistrategy.reduction.inputs import (
 from mpistrategy.reduction.plan import Plan, summed, usual_route
 from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
 from mpistrategy.reduction.routes.host import CommunicatorRoute
-from mpistrategy.reduction.transfer import Description, Layout, Pack, Transfer, layouts_of, packs_of
+from mpistrategy.reduction.transfer import Layout, Pack, Transfer, Way, layouts_of, packs_of
 
 #: What a subclass may override; its values have no plans then.
 _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
@@ -50,6 +49,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     #: Whether arrays in GPU memory are combined on the host.
     _by_host: bool = False
+    _num_packs: float = 0
 
     @property
     def num_packs(self) -> float:
@@ -57,10 +57,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return self._num_packs
 
     def _set_num_packs(self, num_packs: Any) -> None:
-        is_number = isinstance(num_packs, (int, float)) and not isinstance(num_packs, bool)
-        if not is_number or not 0 <= num_packs < math.inf:
-            error = OptionError if is_number else OptionTypeError
-            raise error.at(type(self).__name__, found=f"num_packs={num_packs!r}", expected="an int >= 0")
+        checked_number(type(self).__name__, "num_packs", num_packs, "an int >= 0", not_negative)
         self._num_packs = num_packs
 
     @cached_property
@@ -115,12 +112,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
         return concatenate(ranks, slices, op)
-
-    def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
-    ) -> Any:
-        """Reduce one value as a batch of one."""
-        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self,
@@ -183,25 +174,21 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         layouts = layouts_of([operands[i] for i in dense])
         return [(self._transfer(ranks, layouts, op, options, target, on_gpu=False), dense), *parts], operands
 
-    def _explanation(
+    def _ways(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
-    ) -> tuple[list[Description], list[str]]:
-        """Return the buffers' descriptions for `Strategy.explain`, and lines about values in no buffer."""
+    ) -> tuple[list[tuple[Pack, Way]], list[str]]:
+        """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
         where = "Strategy.explain"
-        values = [checked_value(own_component(value, op, where), op, where) for value in leaves]
+        values = [checked_value(value, op, where) for value in leaves]
         parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
-        descriptions = [
-            description
-            for transfer, indices in parts
-            for description in transfer.describe([operands[i] for i in indices])
-        ]
+        ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
         by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]
         counts = {
             "IndexedSlices: gathered on all ranks": sum(isinstance(value, IndexedSlices) for value in values),
             "Mirrored: the same everywhere, nothing is sent": sum(isinstance(value, Mirrored) for value in values),
             "on a GPU: copied to the host, reduced as others are, and copied back": sum(by_host),
         }
-        return descriptions, [f"{count} {note}" for note, count in counts.items() if count]
+        return ways, [f"{count} {note}" for note, count in counts.items() if count]
 
     def _reduce(
         self,
@@ -218,7 +205,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         Args:
             outs: for each value an array that its result may be written to; used only where that saves a copy.
         """
-        components = [own_component(value, op, call.where) for value in components]
         values = [checked_value(value, op, call.where) for value in components]
         layouts, texts = tuple(map(_layout, values)), [place.text for place in targets]
         # Values that go to different ranks are sent to all of them.
@@ -363,10 +349,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
     ) -> None:
         where = "ReductionToOneDevice"
         if reduce_to_device is not None:
-            if not isinstance(reduce_to_device, str):
-                raise OptionTypeError.at(
-                    where, found=f"reduce_to_device={reduce_to_device!r}", expected="a device string"
-                )
+            checked_type(where, "reduce_to_device", reduce_to_device, str, "a device string")
             devices.parse(reduce_to_device, where, "reduce_to_device")
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise OptionTypeError.at(

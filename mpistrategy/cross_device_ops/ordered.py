@@ -13,7 +13,7 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.shared_memory.node_sum import NodeSum, piece_elements
+from mpistrategy.mpi.shared_memory.node_sum import piece_elements
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.collectives import by_shares, concatenate, room_for_shares
 from mpistrategy.reduction.inputs import Destination
@@ -82,10 +82,10 @@ class OrderedAllReduce(PackedCrossDeviceOps):
             packs_of(layouts, options.bytes_per_pack, alone_bytes=ranks.thresholds.pack_bytes),
             op._on_the_wire,
         )
-        nbytes, node = sum(pack.nbytes for pack in packs), ranks.node_sum
+        nbytes = sum(pack.nbytes for pack in packs)
         names = {ranks.route(nbytes, pack.dtype, text) for pack in packs}
-        if node is not None and names == {"node_sum"}:
-            return CommunicatorRoute(ranks, packs, op, "node_sum", partial(_combine_on_node, node, text))
+        if names == {"node_sum"}:
+            return CommunicatorRoute(ranks, packs, op, "node_sum", combination=combine_ordered)
         shown = "alltoallv" if names.isdisjoint(("none", "threads")) else names.pop()
         return CommunicatorRoute(ranks, packs, op, shown, partial(combine_by_shares, ranks, text))
 
@@ -106,20 +106,12 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         return IndexedSlices(finish(total, dtype, op, ranks.size), indices, slices.dense_shape)
 
 
-def _combine_on_node(node: NodeSum, op: str, source: Array, target: Array) -> None:
-    node.run(((source, target),), op, combination=combine_ordered)
-
-
 def combine_by_shares(ranks: Ranks, op: str, source: Array, target: Array) -> None:
     """Write the combination of all ranks' `source` into `target`, which may be the same."""
     memory = ranks.guard.on_all(partial(room_for_shares, ranks, reals(target)))
     if target is not source:
         target[...] = source
-    by_shares(ranks, reals(target), memory, partial(_combine_rows, op))
-
-
-def _combine_rows(op: str, rows: Array) -> None:
-    combine_ordered([*rows], [*rows], op, 1)
+    by_shares(ranks, reals(target), memory, lambda rows: combine_ordered([*rows], [*rows], op, 1))
 
 
 @quietly

@@ -37,7 +37,7 @@ from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed
+from mpistrategy.objects.settings import Fixed, checked_switch
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.collectives import broadcast
@@ -47,11 +47,11 @@ from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes import gpu
 from mpistrategy.reduction.routes.host import CommunicatorRoute
 from mpistrategy.reduction.transfer import (
-    Description,
     Member,
     Pack,
     Targets,
     Transfer,
+    Way,
     layouts_of,
     own_dtype,
     packs_of,
@@ -93,8 +93,7 @@ class Arena(ArenaBase, Generic[T]):
         communicator = reducer.communicator
         self._communicator: Ranks = communicator
         with Call(communicator.guard, "Strategy.arena", called=name) as call:
-            if not isinstance(shared_result, bool):
-                raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
+            shared_result = checked_switch(call.where, "shared_result", shared_result)
             leaves, self._structure = nest.flatten(like)
             call.structure = self._structure.text
             if not leaves:
@@ -290,7 +289,7 @@ class Arena(ArenaBase, Generic[T]):
         """
         self._check(reducer, call.where, out)
         call.structure = self._structure.text
-        in_place, is_ordinary = self._in_place or out is not None, is_weighted or not reducer.algorithm._in_rank_order
+        in_place, is_ordinary = self._in_place or out is not None, is_weighted or not reducer.algorithm._works_in_place
         if in_place or not is_ordinary:
             check_dtypes(self._buckets, op, call.where)
         if is_ordinary:
@@ -302,8 +301,8 @@ class Arena(ArenaBase, Generic[T]):
             *("reduce an arena", op.value, self._structure.text, layouts, destination, compared),
             *(call.name, call.where, call.place, call.step),
         )
-        plan = ArenaPlan(signature, options.timeout_seconds)
-        plan.reducer, plan.how, plan.sparingly = reducer, how, not self._on_device
+        plan = ArenaPlan(self._routes[how], signature, options.timeout_seconds)
+        plan.reducer, plan.how = reducer, how
         return plan
 
     def _how(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> _How:
@@ -323,11 +322,14 @@ class Arena(ArenaBase, Generic[T]):
         targets = self._own_arrays if in_place else [bucket.result for bucket in self._buckets]
         return gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
 
-    def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
-        """Return what `all_reduce` would do, for `Strategy.explain`."""
-        descriptions = self._routes[self._how(reducer, op, options, self._in_place)].describe(self._own_arrays)
-        counts = [len(pack.members) for pack in self._packs if pack.size or not self._on_device]
-        return [description._replace(arrays=count) for description, count in zip(descriptions, counts, strict=True)]
+    def _ways(
+        self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str
+    ) -> list[tuple[Pack, Way]]:
+        """Return the buckets and how `all_reduce` would combine them, for `Strategy.explain`."""
+        check_dtypes(self._buckets, op, where)
+        ways = self._routes[self._how(reducer, op, options, self._in_place)].describe(self._own_arrays)
+        packs = [pack for pack in self._packs if pack.size]
+        return [(pack, way) for pack, (_, way) in zip(packs, ways, strict=True)]
 
     def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
         """Send replica 0's arrays to all replicas, and return `values`; the caller has entered the guard's call."""
@@ -453,6 +455,7 @@ class InPlaceRoute(Transfer):
     def __init__(
         self, ranks: Ranks, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool, wire: str | None = None
     ) -> None:
+        self.packs: tuple[Pack, ...] = packs_of(layouts_of([bucket.own_array for bucket in buckets]), 1, wire=own_dtype)
         self._ranks = ranks
         self._buckets = [_Bucket(ranks, bucket, op, bucket.result if into_result else None, wire) for bucket in buckets]
 
@@ -469,8 +472,9 @@ class InPlaceRoute(Transfer):
         self._ranks.node_barrier()
         return [bucket.own_array if bucket.result is None else bucket.result for bucket in self._buckets]
 
-    def describe(self, arrays: Sequence[Array]) -> list[Description]:
-        return [bucket.described() for bucket in self._buckets]
+    def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
+        """Return how a bucket is combined; see `Transfer.way`."""
+        return self._buckets[pack.members[0].index].way()
 
 
 class _Bucket:
@@ -521,10 +525,9 @@ class _Bucket:
             if self._target is not None and total is not self._target:
                 np.copyto(self._target, total, casting="unsafe")
 
-    def described(self) -> Description:
-        """Return the description for `Strategy.explain`."""
-        own_array, way = self.own_array, self._route.way(self._route.packs[0], [self.own_array])
-        if self._share is not None:
-            target = "every one" if self.result is None else "the node's one result"
-            way = f"where the arrays are, each rank 1/{len(self._replicas.arrays)} of them, into {target}", ()
-        return Description(own_array.dtype, own_array.nbytes, 1, way)
+    def way(self) -> Way:
+        """Return how the bucket is combined; see `Transfer.way`."""
+        if self._share is None:
+            return self._route.way(self._route.packs[0], [self.own_array])
+        target = "every one" if self.result is None else "the node's one result"
+        return f"where the arrays are, each rank 1/{len(self._replicas.arrays)} of them, into {target}", ()

@@ -12,9 +12,9 @@ or the call that starts the reduction where MPI may not be called in several thr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +31,7 @@ from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.gpu.transports.choice import device_path
-from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, chosen_path
+from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, chosen_path
 from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.mpi.over_mpi.background import Background, background_of
 from mpistrategy.objects.copies import NotPickled
@@ -236,15 +236,15 @@ def _start_on_gpu(
     try:
         op = ReduceOp._parse(reduce_op, _WHERE)
         reduction = _Begun(reducer, op, *_parts(reducer, op, value, out), options)
-        path = reduction.path
-        if path is None:
+        path_name = reduction.path_name
+        if not path_name:
             return None
     except Exception as error:  # the peers start theirs: they must hear of it there
         failure = error
-        path = chosen_path(ranks)
+        path_name = chosen_path(ranks).name
     # The caller's thread does work that waits for nothing.
     background = None
-    if path.name not in ON_THE_STREAM:
+    if path_name not in ON_THE_STREAM:
         background = background_of(ranks, partial(_first_call, ranks.guard, name), waits_for_gpu=True)
     where = ranks if background is None else background.communicator
     if reduction is None:
@@ -253,11 +253,15 @@ def _start_on_gpu(
 
 
 class _Stream(Freed):
-    """The stream of the current device on which reductions run."""
+    """The stream of the current device on which reductions run.
+
+    Attributes:
+        stream: CuPy's.
+    """
 
     def __init__(self) -> None:
         self._cupy: Any = cupy_for("arrays in GPU memory")
-        self._stream: Any = self._cupy.cuda.Stream(non_blocking=True)
+        self.stream: Any = self._cupy.cuda.Stream(non_blocking=True)
         #: Objects that the stream may still use, and the events after their last use; the oldest first.
         self._used: deque[tuple[Any, object]] = deque()
 
@@ -266,13 +270,6 @@ class _Stream(Freed):
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self._cupy.cuda.get_current_stream())
         return event
-
-    @contextmanager
-    def after(self, event: Any) -> Iterator[None]:
-        """Make the stream the current one, behind an event."""
-        with self._stream as stream:
-            stream.wait_event(event)
-            yield
 
     def keep(self, memory: object) -> Any:
         """Return an event behind the current stream's work, and keep `memory` alive until the event."""
@@ -284,7 +281,7 @@ class _Stream(Freed):
 
     def free(self) -> None:
         """Wait for the stream: then its work uses no memory."""
-        self._stream.synchronize()
+        self.stream.synchronize()
         self._used.clear()
 
 
@@ -299,14 +296,14 @@ class _Begun:
         options: of the strategy and the call.
 
     Attributes:
-        path: of the strategy, which all ranks know from here on; None where nothing has begun: the arrays are not all
-            in GPU memory, or are combined on the host.
+        path_name: of the strategy's path, which all ranks know from here on; "" where nothing has begun: the arrays
+            are not all in GPU memory, or are combined on the host.
 
     Raises:
         As `Reducer.all_reduce_leaves`.
     """
 
-    path: DevicePath | None = None
+    path_name: str = ""
 
     def __init__(self, reducer: Reducer, op: ReduceOp, value: Any, out: Any, options: CommunicationOptions) -> None:
         leaves, self._structure = nest.flatten_without_none(value)
@@ -328,22 +325,22 @@ class _Begun:
             self._memory = route.bring(self._arrays, own_results)
             self._stream = ranks.once((_Stream, self._device.id), _Stream)
             self._packed = self._stream.note()
-            self.path = device_path(ranks, route.word)
+            self.path_name = device_path(ranks, route.word).name
             #: The event after which the memory of other libraries' arrays may be used again.
             self._read = event_of_reads(components)
         self._sent_event: Any = None
 
     def work(self, ranks: Ranks, name: str | None, options: CommunicationOptions) -> None:
         """Agree, and combine the packed arrays; with the communicator of the thread."""
-        path: Any = self.path  # the ranks of the thread have a path of their own, of the same kind
         with Call(ranks.guard, _CALL, name) as call, self._device:
             call.structure = self._structure.text
             call.wait_as(options.timeout_seconds)
             chosen_path(ranks).check()
             values = tuple(map(layout_of, self._arrays))
             call.agree("reduce", op=self._op.value, values=values, destination=EVERY_RANK.text, options=self._settings)
-            path = device_path(ranks, path.name)
-            with self._stream.after(self._packed):
+            path = device_path(ranks, self.path_name)  # the ranks of the thread have a path of their own, of this kind
+            with self._stream.stream as stream:
+                stream.wait_event(self._packed)
                 try:
                     self._route.send(ranks, path, self._memory)
                 finally:

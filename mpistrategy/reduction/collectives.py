@@ -43,6 +43,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.objects.settings import checked_switch, whole_number
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind
 from mpistrategy.reduction.plan import CallPlan, Compared, NestPlan, NumbersOfRanks
@@ -80,8 +81,12 @@ def dense(value: Any, where: str) -> Any:
     """Return this rank's value; UnsupportedError for IndexedSlices."""
     component = contribution(value)
     if isinstance(component, IndexedSlices):
-        fix = "Use to_dense(), or give its values and its indices."
-        raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix=fix)
+        raise UnsupportedError.at(
+            where,
+            found="IndexedSlices",
+            expected="an array",
+            fix="Use to_dense(), or give its values and its indices.",
+        )
     return component
 
 
@@ -89,17 +94,22 @@ def move(
     ranks: Ranks,
     collective: Collective,
     arrays: Sequence[Any],
+    components: Sequence[Any],
     call: Call,
     destination: str = "",
     targets: Targets = None,
 ) -> list[Array]:
-    """Return the results of arrays, once all ranks make the same call, with this destination."""
+    """Return the results of arrays, once all ranks make the same call, with this destination.
+
+    The arrays are those of this rank's `components`, whose memory may be used again after the call.
+    """
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
         gpu.prepare(ranks, gpu_arrays, call.where)
-    compared = Compared(collective.signature(call, destination), None)
-    compared.sparingly = collective.sparingly and not gpu_arrays
-    return compared.carry_out(call, collective, arrays, targets)
+    compared = Compared(collective, collective.signature(call, destination), None)
+    results = compared.carry_out(call, collective, arrays, targets)
+    ranks.guard.wait_for_gpu(event_of_reads(components))
+    return results
 
 
 class EachArray(General):
@@ -123,9 +133,8 @@ class EachArray(General):
         call.structure = structure.text
         call.wait_as(self.merged_options.timeout_seconds)
         arrays = [self.checked(leaf, call.where) for leaf in leaves]
-        results = move(self.reducer.communicator, self.collective(call, arrays, value), arrays, call)
         components = [*map(contribution, leaves)]
-        self.reducer.communicator.guard.wait_for_gpu(event_of_reads(components))
+        results = move(self.reducer.communicator, self.collective(call, arrays, value), arrays, components, call)
         return structure.pack([*map(in_kind, results, components)])
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
@@ -166,8 +175,9 @@ class Gathering(Collective):
         self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._own_lengths = np.array(self._lengths, np.int64)
-        header, on_host = layouts_of([self._own_lengths]), not any(map(is_on_device, arrays))
-        boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if on_host else None
+        self.sparingly: bool = not any(map(is_on_device, arrays))
+        header = layouts_of([self._own_lengths])
+        boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
         #: Whether this rank's arrays lie in its mailbox.
         self._fits = boxes is not None
         self._in_mailboxes = boxes or in_mailboxes(ranks, header, ranks.size)
@@ -214,7 +224,7 @@ def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Tar
         call: the guard's call that all ranks make.
         into: memory for each result on the host, or None: used where that saves a copy, and if `axis` is 0.
     """
-    return move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, call)
+    return move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, arrays, call)
 
 
 class Gather(EachArray):
@@ -329,11 +339,10 @@ class Scan(EachArray):
                 expected="SUM, MIN, MAX or PROD",
                 fix="A mean of the first ranks has another divisor on each rank: divide a SUM by rank + 1.",
             )
-        if not isinstance(is_exclusive, (bool, np.bool_)):
-            raise OptionTypeError.at(where, found=f"exclusive={is_exclusive!r}", expected="True or False")
+        exclusive = checked_switch(where, "exclusive", is_exclusive)
         for array in arrays:
             check_order(reducible(array, where).dtype, op, where)
-        return Scanning(self.reducer.communicator, arrays, op, exclusive=bool(is_exclusive))
+        return Scanning(self.reducer.communicator, arrays, op, exclusive=exclusive)
 
 
 def identity(dtype: np.dtype[Any], op: ReduceOp) -> Any:
@@ -438,8 +447,7 @@ def broadcast(
     components = [dense(value, call.where) for value in values]
     arrays = [array_where_it_is(value, call.where) for value in components]
     targets = arrays if in_place else None
-    results = move(ranks, FromRoot(ranks, arrays, root), arrays, call, destination, targets)
-    ranks.guard.wait_for_gpu(event_of_reads(components))
+    results = move(ranks, FromRoot(ranks, arrays, root), arrays, components, call, destination, targets)
     return [*map(like_given, results, components)]
 
 
@@ -514,8 +522,11 @@ class Broadcast(EachArray):
         root = checked_root(self.argument, ranks.size, where)
         if value is None:
             if ranks.rank == root:
-                expected = "a value there; the other ranks may give None"
-                raise LeafError.at(where, found=f"the value None on the root, rank {root}", expected=expected)
+                raise LeafError.at(
+                    where,
+                    found=f"the value None on the root, rank {root}",
+                    expected="a value there; the other ranks may give None",
+                )
             call.structure = ASKS
             call.agree("broadcast", op=f"from rank {root}")
             text = structure_of(ranks, root)
@@ -595,9 +606,7 @@ def checked_root(root: Any, size: int, where: str) -> int:
     Raises:
         OptionTypeError, OptionError: when it is not a rank.
     """
-    expected = f"a rank from 0 to {size - 1}"
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
-        raise OptionTypeError.at(where, found=f"root={root!r}", expected=expected)
-    if not 0 <= root < size:
-        raise OptionError.at(where, found=f"root={root}", expected=expected)
-    return int(root)
+    rank = whole_number(where, "root", root)
+    if not 0 <= rank < size:
+        raise OptionError.at(where, found=f"root={rank}", expected=f"a rank from 0 to {size - 1}")
+    return rank

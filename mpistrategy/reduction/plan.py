@@ -42,7 +42,7 @@ from mpistrategy.reduction.routes.host import (
     flat_layouts,
     in_mailboxes,
 )
-from mpistrategy.reduction.transfer import Description, Layout, Targets, Transfer, divide, finish, packs_of, rounded
+from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, divide, finish, packs_of, rounded
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
@@ -101,8 +101,8 @@ class Plan(Transfer):
             total if op is None else finish(total, dtype, op, self._size, room) for op, room, total, (dtype, _) in rows
         ]
 
-    def describe(self, arrays: Sequence[Array]) -> list[Description]:
-        """Return the route's descriptions of these arrays."""
+    def describe(self, arrays: Sequence[Array]) -> list[tuple[Pack, Way]]:
+        """Return the packs of the route, and how they travel."""
         return self.route.describe(arrays)
 
 
@@ -202,16 +202,13 @@ class Compared:
     """What the ranks compare before the data of a call move.
 
     Args:
+        transfer: of the data.
         signature: of the call.
         timeout_seconds: how long the call may wait for the other ranks; None: the strategy's timeout.
-
-    Attributes:
-        sparingly: see `Call.agree`.
     """
 
-    sparingly: bool = True
-
-    def __init__(self, signature: Signature, timeout_seconds: float | None) -> None:
+    def __init__(self, transfer: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
+        self._sparingly: bool = transfer.sparingly
         self._signature, self._digest = signature, digest_of(signature)
         self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
 
@@ -220,7 +217,7 @@ class Compared:
         call.structure = self._signature.structure
         if self._timeout is not None:
             call.timeout = self._timeout
-        return call.guard.compare(self._signature, self._digest, sparingly=self.sparingly)
+        return call.guard.compare(self._signature, self._digest, sparingly=self._sparingly)
 
     def carry_out(
         self, call: Call, transfer: Transfer, arrays: Sequence[Array], targets: Targets = None
@@ -246,9 +243,8 @@ class ArraysPlan(Compared):
     """
 
     def __init__(self, plan: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
-        super().__init__(signature, timeout_seconds)
+        super().__init__(plan, signature, timeout_seconds)
         self.plan: Transfer = plan
-        self.sparingly: bool = plan.sparingly
         #: The words of the latest call, which `_signature` has.
         self._words: tuple[Any, ...] = ()
 
@@ -292,8 +288,7 @@ class NestPlan(Compared, CallPlan):
         kinds: set[type],
         destination: Destination | None = None,
     ) -> None:
-        super().__init__(signature, timeout_seconds)
-        self.sparingly: bool = transfer.sparingly
+        super().__init__(transfer, signature, timeout_seconds)
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self.transfer: Transfer = transfer
@@ -481,12 +476,10 @@ class WeightedMeans(Transfer):
         """Return the means of the arrays in the mailboxes."""
         weights = [float(arrays[0]) for arrays in arrays_of_ranks]
         factors, total = normalized(weights)
-        if total == 0:
-            return [np.full(shape, np.nan, dtype) for (_, shape), dtype in zip(self.layouts, self.results, strict=True)]
         rows = [
             (np.float64(factor), arrays)
             for factor, weight, arrays in zip(factors, weights, arrays_of_ranks, strict=True)
-            if weight
+            if weight or total == 0  # the means are NaN then
         ]
         means = []
         for number, dtype in enumerate(self.results, 1):

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
+from mpistrategy.arrays.convert import any_array, as_target, hand_back, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
-from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, is_arena
+from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
-from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpistrategy.objects.shown import size_in_words
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.inputs import (
     EVERY_RANK,
     Destination,
@@ -30,6 +31,7 @@ from mpistrategy.reduction.inputs import (
     checked_leaves,
     in_kind,
     leaves_like,
+    own_component,
     own_part,
     takes,
     write,
@@ -46,26 +48,29 @@ from mpistrategy.reduction.plan import (
     kind_of,
     sums_of,
 )
-from mpistrategy.reduction.transfer import Description, Layout, Targets, Transfer, is_simple, layouts_of
+from mpistrategy.reduction.transfer import (
+    Layout,
+    Pack,
+    Targets,
+    Transfer,
+    Way,
+    counted,
+    is_simple,
+    layouts_of,
+    ways_in_words,
+)
 
 
 class Algorithm(ABC):
     """A `CrossDeviceOps`, as this folder uses it; the defaults are for an algorithm of the program.
 
     Attributes:
-        _in_rank_order: whether it returns the bits of a sum in rank order: arenas may then be reduced in place.  Only
-            the subclass that sets it has it.
-        _num_packs: see `mpistrategy.reduction.transfer.packs_of`.
+        _in_rank_order: whether it returns the bits of a sum in rank order.
         _device_path: the path of arrays in GPU memory; "" leaves it to the options.
     """
 
     _in_rank_order: bool = False
-    _num_packs: float = 0
     _device_path: str = ""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
 
     def explain_implementation(self, reduce_op: ReduceOp, count: int) -> str:
         """Return the line of `Strategy.explain` for so many arrays and this operation; to be overridden.
@@ -76,10 +81,10 @@ class Algorithm(ABC):
         """
         return f"{type(self).__name__} reduces them: its routes are not known"
 
-    def _explanation(
+    def _ways(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
-    ) -> tuple[list[Description], list[str]]:
-        """Return the buffers' descriptions for `Strategy.explain`, and lines about values in no buffer."""
+    ) -> tuple[list[tuple[Pack, Way]], list[str]]:
+        """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
         return [], [self.explain_implementation(op, len(leaves))]
 
     @property
@@ -101,6 +106,11 @@ class Algorithm(ABC):
     def _has_plans(self) -> bool:
         """Whether arrays are reduced by its `_transfer`; else each call must be examined."""
         return False
+
+    @property
+    def _works_in_place(self) -> bool:
+        """Whether arenas are reduced where they are, in rank order: no subclass reduces in another way."""
+        return self._in_rank_order and self._has_plans
 
     def _transfer(
         self,
@@ -224,13 +234,12 @@ class AllReduce(General):
         layouts = layouts_of(arrays)
         if is_on_gpu and op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
             return None  # whose mean has another dtype
-        transfer: Transfer | None
-        kind: type[NestPlan]
-        if is_weighted:
-            transfer, kind = reducer.weighted_means(layouts, options), WeightedPlan
-        else:
-            transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
-            kind = DevicePlan if is_on_gpu else NestPlan
+        kind = WeightedPlan if is_weighted else DevicePlan if is_on_gpu else NestPlan
+        transfer = (
+            reducer.weighted_means(layouts, options)
+            if is_weighted
+            else reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
+        )
         is_elsewhere = out is not None and destination is None and not is_on_gpu
         if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
             return None
@@ -458,6 +467,39 @@ class Reducer:
         signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, self.algorithm._settings(options))
         return ArraysPlan(plan, signature, options.timeout_seconds)
 
+    def explain(self, value: Any, reduce_op: Op, options: CommunicationOptions | None) -> str:
+        """Return the text of `Strategy.explain`; nothing is sent, nothing is written.
+
+        The ways come from the transfers that do the work.
+        """
+        where, ranks, algorithm = "Strategy.explain", self.communicator, self.algorithm
+        op, settings = ReduceOp._parse(reduce_op, where), self.options.merge(options)
+        arena = value if is_arena(value) else None
+        if arena is not None:
+            arena._check(self, where)
+            value = arena.values
+        leaves, structure = nest.flatten_without_none(value)
+        ways: list[tuple[Pack, Way]] = []
+        notes: list[str] = []
+        if arena is not None and algorithm._works_in_place:
+            ways = arena._ways(self, op, settings, where)
+        elif leaves or not (structure.num_none or self.is_alone):
+            components, _, _ = checked_inputs(op, leaves, lambda: nest.paths_without_none(value), where, None, None)
+            ways, notes = algorithm._ways(ranks, op, components, settings)
+        if structure.num_none:
+            notes.append(f"{structure.num_none} None: left as None, nothing is sent")
+        subject = f"{op.value} of {counted(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
+        place = f"{counted(ranks.size, 'rank')} of {counted(ranks.nodes, 'node')}"
+        head = f"all_reduce {subject}, on {place} by {type(algorithm).__name__}"
+        return "\n  ".join([head, *ways_in_words(ways), *notes, f"thresholds: {ranks.thresholds.source}"])
+
+
+def _nbytes(leaf: Any) -> int:
+    part = contribution(leaf)
+    if isinstance(part, IndexedSlices):
+        return _nbytes(part.values) + _nbytes(part.indices)
+    return int(any_array(part).nbytes)
+
 
 class _ByAlgorithm(Transfer):
     """The sums of an algorithm without plans; made in a call on which the ranks have agreed.
@@ -507,7 +549,7 @@ def checked_inputs(
     """Return the leaves as algorithms get them, their arrays, and the arrays for the results."""
     if not leaves:
         raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
-    components = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
+    components = [own_component(leaf, op, where) for leaf in leaves]
     arrays = checked_leaves(components, paths, where, dense)
     if targets is None:
         return components, arrays, None

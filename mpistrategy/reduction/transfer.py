@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, is_buffer, mean_dtype, quietly
+from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype, is_buffer, mean_dtype, quietly
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 
 #: What bytes_per_pack=0 stands for.
@@ -85,8 +86,12 @@ class Pack:
 
     def unpack(self, buffer: Array, results: list[Any]) -> None:
         """Write the views of `buffer` into the results of all arrays; a number is copied out of a large pack."""
+        members = self.members
+        if len(members) == 1:  # the buffer itself may be an array of the caller's
+            results[members[0].index] = buffer if buffer.shape == members[0].shape else buffer.reshape(members[0].shape)
+            return
         copies_numbers = self.size > FEW_ELEMENTS
-        for m in self.members:
+        for m in members:
             array = buffer[m.start : m.stop].reshape(m.shape)
             results[m.index] = array.copy() if copies_numbers and m.stop - m.start == 1 else array
 
@@ -161,22 +166,6 @@ Targets: TypeAlias = "Sequence[Array | None] | None"
 Way: TypeAlias = "tuple[str, tuple[str, ...]]"
 
 
-class Description(NamedTuple):
-    """The description of a buffer for `Strategy.explain`.
-
-    Attributes:
-        dtype: the dtype in which it travels.
-        nbytes: its length.
-        arrays: how many arrays are in it.
-        way: how it travels, and the copies.
-    """
-
-    dtype: np.dtype[Any]
-    nbytes: int
-    arrays: int
-    way: Way
-
-
 class Transfer(ABC):
     """The work on arrays of certain layouts before the ranks agree on a call, and after the agreement.
 
@@ -216,10 +205,9 @@ class Transfer(ABC):
         """Return how a pack of these arrays travels."""
         raise NotImplementedError(type(self).__name__)
 
-    def describe(self, arrays: Sequence[Array]) -> list[Description]:
-        """Return the descriptions of these arrays for `Strategy.explain`."""
-        packs = [pack for pack in self.packs if pack.size]
-        return [Description(pack.dtype, pack.nbytes, len(pack.members), self.way(pack, arrays)) for pack in packs]
+    def describe(self, arrays: Sequence[Array]) -> list[tuple[Pack, Way]]:
+        """Return the packs of these arrays and how they travel, for `Strategy.explain`."""
+        return [(pack, self.way(pack, arrays)) for pack in self.packs if pack.size]
 
 
 def copies_of(pack: Pack, arrays: Sequence[Array]) -> tuple[str, ...]:
@@ -228,8 +216,26 @@ def copies_of(pack: Pack, arrays: Sequence[Array]) -> tuple[str, ...]:
         return (f"all into {pack.dtype.name} and the results back",)
     if len(pack.members) > 1:
         return ("all into the pack",)
-    array = arrays[pack.members[0].index]
-    return () if array.dtype == pack.dtype and is_buffer(array) else ("all in order",)
+    return () if is_buffer(arrays[pack.members[0].index]) else ("all in order",)
+
+
+def ways_in_words(ways: Sequence[tuple[Pack, Way]]) -> list[str]:
+    """Return two lines for the packs of a dtype that take one way."""
+    groups: dict[Any, list[Pack]] = {}
+    for pack, way in ways:
+        groups.setdefault((way, pack.dtype, len(pack.members) > 1), []).append(pack)
+    lines = []
+    for ((way, copies), dtype, _), group in groups.items():
+        count, nbytes = sum(len(pack.members) for pack in group), sum(pack.nbytes for pack in group)
+        buffers = f"{counted(count, 'array')} in {counted(len(group), 'buffer')}"
+        subject = f"{buffers}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
+        lines += [f"{subject}: {way}", f"  copies: {', '.join(copies) or 'none'}"]
+    return lines
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 array", "2 arrays"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # ------------------------------------------------------------------------------------ from a sum to the result

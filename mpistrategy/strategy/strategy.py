@@ -57,7 +57,6 @@ from mpistrategy.options import (
 )
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.collectives import Broadcast, Gather
-from mpistrategy.reduction.explain import explanation
 from mpistrategy.reduction.reducer import Reduce
 from mpistrategy.strategy.along_axis import ReduceAlong
 from mpistrategy.strategy.extended import StrategyExtended
@@ -398,7 +397,7 @@ class Strategy(NotPickled, NamesOurs):
             copies: all into the pack
           thresholds: the defaults
         """
-        text = explanation(self.extended._reducer, value, reduce_op, options)
+        text = self.extended._reducer.explain(value, reduce_op, options)
         if self.extended._reducer.communicator.rank == 0:
             print(text)
         return text

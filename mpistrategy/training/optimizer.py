@@ -342,13 +342,13 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     def _make_ready(self, plan: StepPlan, kernel: Kernel | None, call: Call) -> None:
         """Prepare the reduction of ordinary gradients, unless it is prepared already; collective then."""
         extended, reducer = plan.strategy.extended, plan.strategy.extended._reducer
-        size, in_rank_order = extended.communicator.size, reducer.algorithm._in_rank_order
         screens = self.global_clipnorm is not None or self.nonfinite is not None
         key = (kernel is None, screens, self.aggregation, reducer.changes, extended.communicator.guard.level)
         if (*key, len(self._arenas)) == plan.key:
             return
         plan.sliced, slots = None, [*map(self.slots_of, plan.variables)]
-        is_usual = kernel is not None and not screens and in_rank_order
+        size, works_in_place = extended.communicator.size, reducer.algorithm._works_in_place
+        is_usual = kernel is not None and not screens and works_in_place
         if is_usual and can_be_sliced(plan.strategy, plan.variables, slots):
             call.agree("prepare an update")
             with cross_replica(plan.strategy):
@@ -356,7 +356,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             if gradients is not None and gradients.arena.is_shared:
                 plan.sliced = SlicedStep(plan.strategy, gradients, plan.variables, slots, self._scratch)
             call.expect_more()
-        plan.reduces_nothing = plan.is_on_host and size == 1 and in_rank_order
+        plan.reduces_nothing = plan.is_on_host and size == 1 and works_in_place
         needs_reduction = plan.sliced is None and not plan.reduces_nothing
         plan.reduction = (
             reducer.plan_of_arrays(self.aggregation, plan.layouts, on_gpu=plan.is_on_gpu) if needs_reduction else None

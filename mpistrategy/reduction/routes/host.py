@@ -25,7 +25,7 @@ from mpistrategy.mpi.contract.guard import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
-from mpistrategy.mpi.shared_memory.node_sum import LEAST_BYTES
+from mpistrategy.mpi.shared_memory.node_sum import LEAST_BYTES, Combination, in_rank_order
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
@@ -44,6 +44,7 @@ class CommunicatorRoute(Transfer):
         op: how they are combined.
         name: the way that all packs take; None: each pack takes the usual way.
         reduce_pair: combines one pack; None: `Ranks` does it.
+        combination: how the arrays of a node are combined.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
     """
 
@@ -55,15 +56,15 @@ class CommunicatorRoute(Transfer):
         name: RouteName | None = None,
         reduce_pair: ReducePair | None = None,
         wire: str | None = None,
+        combination: Combination = in_rank_order,
     ) -> None:
         self.packs = packs
         self.writes_targets: bool = any(len(pack.members) == 1 for pack in packs)
         self._ranks, self._text, self._name, self._wire = ranks, op._on_the_wire, name, wire
-        self._reduce_pair = reduce_pair
+        self._reduce_pair, self._combination = reduce_pair, combination
         self._nbytes = sum(pack.nbytes for pack in packs)
         self._node = ranks.node_sum if "node_sum" in map(self._name_of, packs) else None
         self._divisors = {pack.dtype: op._divisor(pack.dtype, ranks.size) for pack in packs}
-        self._count = sum(len(pack.members) for pack in packs)
 
     def _name_of(self, pack: Pack) -> RouteName:
         """Return the name of the way that a pack takes."""
@@ -95,24 +96,21 @@ class CommunicatorRoute(Transfer):
     @quietly
     def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
-        results: list[Any] = [None] * self._count
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack, (source, target) in zip(self.packs, memory, strict=True):
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target.reshape(-1)))
         for dtype, pairs_of_dtype in pairs.items():
             self._combine(dtype, pairs_of_dtype)
+        results: list[Any] = [None] * len(arrays)
         for pack, (_, target) in zip(self.packs, memory, strict=True):
-            if len(pack.members) == 1:
-                results[pack.members[0].index] = target  # which may be the caller's own
-            else:
-                pack.unpack(target, results)
+            pack.unpack(target, results)
         return results
 
     def _combine(self, dtype: np.dtype[Any], pairs: Sequence[tuple[Array, Array]]) -> None:
         wire, divisor = self._dtype_between_nodes(dtype), self._divisors[dtype]
         if self._node is not None and self._reduce_pair is None:
-            self._node.run(pairs, self._text, divisor)
+            self._node.run(pairs, self._text, divisor, self._combination)
             return
         for source, target in pairs:
             if self._reduce_pair is not None:
@@ -213,7 +211,6 @@ class MailboxRoute(Transfer):
         self._mailboxes = mailboxes
         self._combine: Combine = COMBINE[op._on_the_wire]
         self.packs: tuple[Pack, ...] = packs_of(layouts)
-        self._count = len(layouts)
         layouts = flat_layouts(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
         divisions = [_division(op, dtype, mailboxes.size) for dtype, _ in layouts]
@@ -240,7 +237,7 @@ class MailboxRoute(Transfer):
 
     def run(self, arrays: Sequence[Any], memory: list[Array]) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
-        results: list[Any] = [None] * self._count
+        results: list[Any] = [None] * len(arrays)
         combine, operands = self._combine, self._operands[self._mailboxes.sequence & 1]
         with np.errstate(all="ignore"):
             for (pack, parts, rows, quotient), total in zip(operands, memory, strict=True):
@@ -254,10 +251,7 @@ class MailboxRoute(Transfer):
                 if quotient is not None:
                     divide, operand = quotient
                     divide(total, operand, total)
-                if len(pack.members) == 1:
-                    results[pack.members[0].index] = total.reshape(pack.members[0].shape)
-                else:
-                    pack.unpack(total, results)
+                pack.unpack(total, results)
         return results
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
