@@ -37,7 +37,7 @@ from weakref import ref
 
 from mpistrategy import errors
 from mpistrategy.errors import DeviceError, ForkedProcessError, MpiStrategyError, RemoteError
-from mpistrategy.mpi.contract import mismatch_report, timeouts
+from mpistrategy.mpi.contract import mismatch_report
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
@@ -48,6 +48,9 @@ _FLAG = 1 << 62  # digests are smaller
 #: The environment variable that chooses the check level.
 CHECK = "MPISTRATEGY_CHECK"
 ALWAYS, OFF = LEVELS = ("always", "off")
+#: The environment variable that limits how long a collective waits for the other ranks, in seconds; 0 means no limit.
+TIMEOUT = "MPISTRATEGY_TIMEOUT_SECONDS"
+DEFAULT_SECONDS = 600.0
 #: The public name of the call that closes a strategy.
 CLOSE = "Strategy.close"
 #: How long ranks wait for each other where a rank has failed.
@@ -145,7 +148,7 @@ class Guard:
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
         self.since: float = 0.0
         #: How long a collective may wait for the other ranks, in seconds.
-        self.timeout: float = timeouts.expected()
+        self.timeout: float = expected_limit()
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
         #: Whether all calls are compared where a comparison costs a message.
@@ -480,6 +483,35 @@ def level_of(check: Any) -> str:
     """
     name, value = (CHECK, os.environ.get(CHECK) or ALWAYS) if check is None else ("check", check)
     return one_of("MirroredStrategy", name, value, LEVELS)
+
+
+def time_limit(seconds: float) -> float:
+    """Return the limit that `seconds` means: 0 is no limit."""
+    return float(seconds) or math.inf
+
+
+def expected_limit() -> float:
+    """Return the limit before a strategy exists; a malformed variable raises later, on all ranks."""
+    try:
+        return time_limit_of()
+    except errors.OptionError:
+        return DEFAULT_SECONDS
+
+
+def time_limit_of(argument: Any = None) -> float:
+    """Return the limit of a strategy: its argument, else the variable, else `DEFAULT_SECONDS`.
+
+    Raises:
+        OptionError: for a variable that is not a number, or is negative.
+    """
+    if argument is not None:
+        return time_limit(argument)
+    text, seconds = os.environ.get(TIMEOUT) or str(DEFAULT_SECONDS), math.nan
+    with suppress(ValueError):
+        seconds = float(text)
+    if not seconds >= 0:
+        raise errors.OptionError.at(TIMEOUT, found=repr(text), expected="seconds >= 0 (0: no limit)")
+    return time_limit(seconds)
 
 
 # No WeakSet: it runs Python code when a guard is collected, in which the exception of a signal's handler would be lost.

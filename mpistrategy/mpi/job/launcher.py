@@ -19,8 +19,8 @@ from threading import TIMEOUT_MAX
 from types import FunctionType
 
 from mpistrategy.errors import LaunchError, OptionWarning
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.guard import TIMEOUT, expected_limit
 from mpistrategy.objects.shown import did_you_mean, ranks_by, ranks_in_words
 from mpistrategy.options import is_on
 
@@ -261,7 +261,7 @@ def start(where: str, seconds: float | None = None) -> None:
         claim = claim_in(os.environ)
         if claim is not None and (refusal := refusal_of_child(where, claim)) is not None:
             raise refusal
-        limit = timeouts.expected() if seconds is None else seconds
+        limit = expected_limit() if seconds is None else seconds
         try:
             if claim is None or claim.tasks < 2:
                 _import()
@@ -292,7 +292,7 @@ def _import_in_time(where: str, claim: Claim, seconds: float) -> None:
     faulthandler prints only file names and line numbers.  So the file name of the code is the message.
     """
     words = (
-        f"[rank {claim.rank}/{claim.tasks}] {where}: waited {seconds:g} s ({timeouts.VARIABLE}) in MPI_Init, to which "
+        f"[rank {claim.rank}/{claim.tasks}] {where}: waited {seconds:g} s ({TIMEOUT}) in MPI_Init, to which "
         f"all {claim.tasks} ranks must come. {_CAUSES}"
     )
     limit = min(seconds + _LATER_SECONDS * (claim.rank > 0), TIMEOUT_MAX)

@@ -408,13 +408,6 @@ running: Watchdog | None = None
 stack_signal = 0
 
 
-def of_this_process(rank: int, size: int, end: Callable[[int], object] | None = None) -> Watchdog:
-    """Return the watchdog of this process, made by the first call."""
-    global running
-    running = running or Watchdog(rank, size, end)
-    return running
-
-
 def in_this_process() -> Watchdog | None:
     """Return the watchdog of this process, if it has one: from the first communicator of several ranks on."""
     return running if running is not None and running.pid == os.getpid() else None
