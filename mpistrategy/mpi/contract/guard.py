@@ -124,9 +124,9 @@ class Guard:
         self.broken: Failure | None = None
         #: Whether this rank takes no more calls, and the other ranks, which wait for it, do not know.
         self.is_untold: bool = False
-        #: Why each wait of this rank ends from now on, and the error that it raises there if it can leave the wait; the
-        #: watchdog sets it.
-        self.due: tuple[Failure, MpiStrategyError] | None = None
+        #: Why each wait of this rank ends from now on, the error that it raises there if it can leave the wait, and
+        #: since when (time.monotonic()); the watchdog sets it.
+        self.due: tuple[Failure, MpiStrategyError, float] | None = None
         #: Until when this rank waits for the others to hear that it takes no more calls.
         self._patience_ends = math.inf
         #: An error that this rank waits to send to the others, and when it prints a message about the wait.
@@ -378,8 +378,6 @@ class Guard:
 
     def tell_of_failure(self, seconds: float = PATIENCE_SECONDS) -> None:
         """Tell the other ranks that this rank takes no more calls, unless they know; wait a little for them."""
-        if not self.is_untold:
-            return
         self._patience_ends = time.monotonic() + seconds
         with suppress(RemoteError):
             while self.is_untold:
@@ -399,7 +397,7 @@ class Guard:
     def look(self) -> None:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
         if self.due is not None and self.broken is None:
-            failure, error = self.due
+            failure, error, _ = self.due
             self.stop(failure)
             raise error
         if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
