@@ -71,10 +71,6 @@ _CURES = {
 
 #: The other ranks wait so much longer than rank 0: where rank 0 waits, too, it reports for all.
 _LATER_SECONDS = 5.0
-_CAUSES = (
-    "Look for a rank that has failed, has not begun, or is stopped (ps on its node: state T). Do launcher and MPI fit "
-    "together (srun --mpi=list), and can the nodes reach each other?"
-)
 
 
 @dataclass(frozen=True)
@@ -261,12 +257,11 @@ def start(where: str, seconds: float | None = None) -> None:
         claim = claim_in(os.environ)
         if claim is not None and (refusal := refusal_of_child(where, claim)) is not None:
             raise refusal
-        limit = expected_limit() if seconds is None else seconds
         try:
             if claim is None or claim.tasks < 2:
                 _import()
             else:
-                _import_in_time(where, claim, limit)
+                _import_in_time(where, claim, expected_limit() if seconds is None else seconds)
         except (ImportError, RuntimeError) as error:
             raise no_mpi(where, error) from None  # its traceback shows mpi4py's search alone
     from mpi4py import MPI
@@ -293,7 +288,8 @@ def _import_in_time(where: str, claim: Claim, seconds: float) -> None:
     """
     words = (
         f"[rank {claim.rank}/{claim.tasks}] {where}: waited {seconds:g} s ({TIMEOUT}) in MPI_Init, to which "
-        f"all {claim.tasks} ranks must come. {_CAUSES}"
+        f"all {claim.tasks} ranks must come. Look for a rank that has failed, has not begun, or is stopped (ps on its "
+        "node: state T). Do launcher and MPI fit together (srun --mpi=list), and can the nodes reach each other?"
     )
     limit = min(seconds + _LATER_SECONDS * (claim.rank > 0), TIMEOUT_MAX)
     try:
