@@ -20,7 +20,7 @@ from typing import Any
 
 from mpistrategy.cli.endings import Unfinished
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.contract import guard, timeouts
+from mpistrategy.mpi.contract import guard
 from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN
 from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.job.launcher import start
@@ -37,7 +37,7 @@ _COULD_NOT = 2
 SETTINGS = {
     "--check": (guard.CHECK, "LEVEL", "whether calls are compared between nodes: always or off"),
     "--timeout": (
-        timeouts.VARIABLE, "SECONDS", "how long a rank waits in a collective before the job ends, with a roll call"
+        guard.TIMEOUT, "SECONDS", "how long a rank waits in a collective before the job ends, with a roll call"
     ),
     "--inject": (PLAN, "PLAN", "make a collective fail, to test how the job reacts"),
     "--trace": (recorder.VARIABLE, "DIR", "record what the rank does into a folder, for mpistrategy trace"),
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     unfinished = Unfinished(options.unfinished or "")
     try:
         start(_WHERE)
-        from mpistrategy.mpi.job import abort, world
+        from mpistrategy.mpi.job import world
 
         world.check(_WHERE)
     except LaunchError as error:
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         _run_program(options)
     except BaseException as error:
         # An excepthook of the program's own may hide the error; the peers must still learn of the end.
-        program.note(status_of(error), abort.in_words(error))
+        program.note(status_of(error), world.in_words(error))
         unfinished.note(error)
         raise
     program.note(0)

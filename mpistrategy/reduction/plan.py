@@ -26,9 +26,9 @@ from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored, is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
+from mpistrategy.mpi.contract.guard import time_limit
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable
@@ -210,7 +210,7 @@ class Compared:
     def __init__(self, transfer: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
         self._sparingly: bool = transfer.sparingly
         self._signature, self._digest = signature, digest_of(signature)
-        self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
+        self._timeout = None if timeout_seconds is None else time_limit(timeout_seconds)
 
     def agree(self, call: Call) -> bool:
         """Compare the call with the calls of the other ranks; see `Call.agree`."""

@@ -17,9 +17,9 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.guard import time_limit
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
@@ -286,7 +286,7 @@ class Reducer:
         """Reduce with another algorithm and other options from now on; on all ranks alike."""
         self.algorithm, self.options = algorithm, options
         if options.timeout_seconds is not None:
-            self.communicator.guard.timeout = timeouts.limit(options.timeout_seconds)
+            self.communicator.guard.timeout = time_limit(options.timeout_seconds)
         self.changes += 1
         self._plans.clear()
 

@@ -10,9 +10,8 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
 from mpistrategy.mpi import over_threads
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.guard import ALWAYS, level_of
+from mpistrategy.mpi.contract.guard import ALWAYS, level_of, time_limit_of
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.gpu.device_selection import activate, choose_devices, requested
 from mpistrategy.mpi.job.launcher import start, warn_of_unknown
@@ -103,7 +102,7 @@ class MirroredStrategy(Strategy):
                     raise OptionError.at(
                         where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
                     )
-                limit = timeouts.limit_of(communication_options and communication_options.timeout_seconds)
+                limit = time_limit_of(communication_options and communication_options.timeout_seconds)
                 request = requested(devices, ranks.local_rank, ranks.local_size)
                 call.agree(
                     "create a strategy",

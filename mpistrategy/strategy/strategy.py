@@ -338,7 +338,7 @@ class Strategy(NotPickled, NamesOurs):
                 try:
                     call.agree("close")
                 except RemoteError:
-                    if not guard.is_broken:  # else it takes no more calls
+                    if not guard.closed:  # else it takes no more calls
                         raise
                 communicator.free()
         while guard.at_close:

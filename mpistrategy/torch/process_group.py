@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mpistrategy.errors import ContextError, LaunchError, UnsupportedError
-from mpistrategy.mpi.contract import call_sites, timeouts
+from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.guard import time_limit
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
@@ -72,7 +73,7 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls wait for the other ranks."""
-        self.communicator.guard.timeout = timeouts.limit(timeout.total_seconds())
+        self.communicator.guard.timeout = time_limit(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 

@@ -13,6 +13,7 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, in_step, new_variable,
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.mpi.contract.guard import Failure
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -149,6 +150,25 @@ def test_after_close_every_collective_says_so() -> None:
             call(strategy, variable)
     assert float(variable) == 2.0  # what is here stays
     assert strategy.num_replicas_in_sync == SIZE
+
+
+def test_close_raises_the_error_of_another_rank_although_a_failure_is_known_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = ms.MirroredStrategy()
+    guard, error = strategy.extended.communicator.guard, errors.RemoteError("rank 1 could not make this call")
+
+    def compare(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(guard, "due", (Failure("KeyError", 1), error, time.monotonic()))  # as the watchdog does
+        guard.reported = error
+        raise error
+
+    monkeypatch.setattr(guard, "compare", compare)
+    with pytest.raises(errors.RemoteError, match="could not make this call"):
+        strategy.close()
+    monkeypatch.undo()
+    assert still_works(strategy)  # nothing of it has been freed
+    strategy.close()
 
 
 # ------------------------------------------------------------------------------------------------- hooks

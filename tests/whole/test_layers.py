@@ -52,7 +52,6 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.ranks",
     "mpistrategy.mpi.contract.mpi_channel",
     "mpistrategy.mpi.over_mpi.messages",
-    "mpistrategy.mpi.job.abort",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.launcher",
     "mpistrategy.mpi.gpu.cuda_aware",

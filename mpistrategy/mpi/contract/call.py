@@ -12,10 +12,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrategy import errors
-from mpistrategy.mpi.contract import observers, timeouts
+from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall
-from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.guard import Guard, time_limit
 from mpistrategy.objects import jax_traces
 
 #: Of code: generators, coroutines, and both.
@@ -175,7 +175,7 @@ class Call(CurrentCall):
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Set how long this call may wait for the other ranks; None leaves it as it is."""
         if timeout_seconds is not None:
-            self.timeout: float | None = timeouts.limit(timeout_seconds)
+            self.timeout: float | None = time_limit(timeout_seconds)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

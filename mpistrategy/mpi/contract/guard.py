@@ -37,7 +37,7 @@ from weakref import ref
 
 from mpistrategy import errors
 from mpistrategy.errors import DeviceError, ForkedProcessError, MpiStrategyError, RemoteError
-from mpistrategy.mpi.contract import mismatch_report, timeouts
+from mpistrategy.mpi.contract import mismatch_report
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
@@ -48,6 +48,9 @@ _FLAG = 1 << 62  # digests are smaller
 #: The environment variable that chooses the check level.
 CHECK = "MPISTRATEGY_CHECK"
 ALWAYS, OFF = LEVELS = ("always", "off")
+#: The environment variable that limits how long a collective waits for the other ranks, in seconds; 0 means no limit.
+TIMEOUT = "MPISTRATEGY_TIMEOUT_SECONDS"
+DEFAULT_SECONDS = 600.0
 #: The public name of the call that closes a strategy.
 CLOSE = "Strategy.close"
 #: How long ranks wait for each other where a rank has failed.
@@ -121,9 +124,9 @@ class Guard:
         self.broken: Failure | None = None
         #: Whether this rank takes no more calls, and the other ranks, which wait for it, do not know.
         self.is_untold: bool = False
-        #: Why each wait of this rank ends from now on, and the error that it raises there if it can leave the wait; the
-        #: watchdog sets it.
-        self.due: tuple[Failure, MpiStrategyError] | None = None
+        #: Why each wait of this rank ends from now on, the error that it raises there if it can leave the wait, and
+        #: since when (time.monotonic()); the watchdog sets it.
+        self.due: tuple[Failure, MpiStrategyError, float] | None = None
         #: Until when this rank waits for the others to hear that it takes no more calls.
         self._patience_ends = math.inf
         #: An error that this rank waits to send to the others, and when it prints a message about the wait.
@@ -145,7 +148,7 @@ class Guard:
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
         self.since: float = 0.0
         #: How long a collective may wait for the other ranks, in seconds.
-        self.timeout: float = timeouts.expected()
+        self.timeout: float = expected_limit()
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
         #: Whether all calls are compared where a comparison costs a message.
@@ -375,8 +378,6 @@ class Guard:
 
     def tell_of_failure(self, seconds: float = PATIENCE_SECONDS) -> None:
         """Tell the other ranks that this rank takes no more calls, unless they know; wait a little for them."""
-        if not self.is_untold:
-            return
         self._patience_ends = time.monotonic() + seconds
         with suppress(RemoteError):
             while self.is_untold:
@@ -396,7 +397,7 @@ class Guard:
     def look(self) -> None:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
         if self.due is not None and self.broken is None:
-            failure, error = self.due
+            failure, error, _ = self.due
             self.stop(failure)
             raise error
         if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
@@ -480,6 +481,35 @@ def level_of(check: Any) -> str:
     """
     name, value = (CHECK, os.environ.get(CHECK) or ALWAYS) if check is None else ("check", check)
     return one_of("MirroredStrategy", name, value, LEVELS)
+
+
+def time_limit(seconds: float) -> float:
+    """Return the limit that `seconds` means: 0 is no limit."""
+    return float(seconds) or math.inf
+
+
+def expected_limit() -> float:
+    """Return the limit before a strategy exists; a malformed variable raises later, on all ranks."""
+    try:
+        return time_limit_of()
+    except errors.OptionError:
+        return DEFAULT_SECONDS
+
+
+def time_limit_of(argument: Any = None) -> float:
+    """Return the limit of a strategy: its argument, else the variable, else `DEFAULT_SECONDS`.
+
+    Raises:
+        OptionError: for a variable that is not a number, or is negative.
+    """
+    if argument is not None:
+        return time_limit(argument)
+    text, seconds = os.environ.get(TIMEOUT) or str(DEFAULT_SECONDS), math.nan
+    with suppress(ValueError):
+        seconds = float(text)
+    if not seconds >= 0:
+        raise errors.OptionError.at(TIMEOUT, found=repr(text), expected="seconds >= 0 (0: no limit)")
+    return time_limit(seconds)
 
 
 # No WeakSet: it runs Python code when a guard is collected, in which the exception of a signal's handler would be lost.

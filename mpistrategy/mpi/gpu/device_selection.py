@@ -112,8 +112,11 @@ def visible_gpus() -> tuple[tuple[Gpu, ...], str, str]:
             raise
         count = 0
     if not count:
-        reason = "no NVIDIA driver here, or no GPU that this process may use"
-        return (), reason, "Ask for one (srun --gpus-per-task=1); see CUDA_VISIBLE_DEVICES"
+        return (
+            (),
+            "no NVIDIA driver here, or no GPU that this process may use",
+            "Ask for one (srun --gpus-per-task=1); see CUDA_VISIBLE_DEVICES",
+        )
     return tuple(_gpu(runtime, index) for index in range(count)), "", ""
 
 
@@ -145,7 +148,6 @@ def distance(pci_bus_id: str, own_cores: Iterable[int], system: str = "/sys") ->
 
 _WHERE = "MirroredStrategy"
 _WORDS = ("auto", "gpu", "cpu", "shared")
-_EXPECTED = f"a list of device strings, {', '.join(map(repr, _WORDS))}, or None"
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,10 @@ def requested(devices: Any, local_rank: int, local_size: int) -> Request:
         return Request(devices.lower())
     if not isinstance(devices, (list, tuple)) or not all(isinstance(text, str) for text in devices):
         raise OptionTypeError.at(
-            _WHERE, found=f"devices={devices!r}", expected=_EXPECTED, fix=did_you_mean(devices, _WORDS)
+            _WHERE,
+            found=f"devices={devices!r}",
+            expected=f"a list of device strings, {', '.join(map(repr, _WORDS))}, or None",
+            fix=did_you_mean(devices, _WORDS),
         )
     partial_devices = [parse(text, _WHERE, "devices") for text in devices]
     parsed = [Device(None, device.kind or "CPU", device.index or 0) for device in partial_devices]
@@ -312,8 +317,11 @@ def check_exists(device: Device, where: str, local_size: int = 1) -> None:
     if device.kind == "GPU":
         sight = look()
         if index >= len(sight.gpus):
-            reason = sight.reason or sight.shown
-            expected = "a GPU that this process sees"
-            raise DeviceError.at(where, found=f"device {device}, and {reason}", expected=expected, fix=sight.fix)
+            raise DeviceError.at(
+                where,
+                found=f"device {device}, and {sight.reason or sight.shown}",
+                expected="a GPU that this process sees",
+                fix=sight.fix,
+            )
     elif index >= (cores := max(os.cpu_count() or 1, local_size)):
         raise DeviceError.at(where, found=f"device {device}", expected=f"an index below {cores} on this node")

@@ -19,8 +19,8 @@ from threading import TIMEOUT_MAX
 from types import FunctionType
 
 from mpistrategy.errors import LaunchError, OptionWarning
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.guard import TIMEOUT, expected_limit
 from mpistrategy.objects.shown import did_you_mean, ranks_by, ranks_in_words
 from mpistrategy.options import is_on
 
@@ -71,10 +71,6 @@ _CURES = {
 
 #: The other ranks wait so much longer than rank 0: where rank 0 waits, too, it reports for all.
 _LATER_SECONDS = 5.0
-_CAUSES = (
-    "Look for a rank that has failed, has not begun, or is stopped (ps on its node: state T). Do launcher and MPI fit "
-    "together (srun --mpi=list), and can the nodes reach each other?"
-)
 
 
 @dataclass(frozen=True)
@@ -266,12 +262,11 @@ def start(where: str, seconds: float | None = None) -> None:
         claim = claim_in(os.environ)
         if claim is not None and (refusal := refusal_of_child(where, claim)) is not None:
             raise refusal
-        limit = timeouts.expected() if seconds is None else seconds
         try:
             if claim is None or claim.tasks < 2:
                 _import()
             else:
-                _import_in_time(where, claim, limit)
+                _import_in_time(where, claim, expected_limit() if seconds is None else seconds)
         except (ImportError, RuntimeError) as error:
             raise no_mpi(where, error) from None  # its traceback shows mpi4py's search alone
     from mpi4py import MPI
@@ -297,8 +292,9 @@ def _import_in_time(where: str, claim: Claim, seconds: float) -> None:
     faulthandler prints only file names and line numbers.  So the file name of the code is the message.
     """
     words = (
-        f"[rank {claim.rank}/{claim.tasks}] {where}: waited {seconds:g} s ({timeouts.VARIABLE}) in MPI_Init, to which "
-        f"all {claim.tasks} ranks must come. {_CAUSES}"
+        f"[rank {claim.rank}/{claim.tasks}] {where}: waited {seconds:g} s ({TIMEOUT}) in MPI_Init, to which "
+        f"all {claim.tasks} ranks must come. Look for a rank that has failed, has not begun, or is stopped (ps on its "
+        "node: state T). Do launcher and MPI fit together (srun --mpi=list), and can the nodes reach each other?"
     )
     limit = min(seconds + _LATER_SECONDS * (claim.rank > 0), TIMEOUT_MAX)
     try:

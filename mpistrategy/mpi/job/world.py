@@ -1,30 +1,233 @@
-"""All ranks of the job, before any strategy: whether the job is as the launcher started it, and how it ends."""
+"""All ranks of the job: they meet before any strategy connects them, and the end of one rank is the end of the job.
+
+No peer is left waiting for a rank that has died.  MPI leaves the others hanging when a Python exception ends one rank.
+From the first communicator of several ranks on,
+an uncaught exception (in any thread) and a non-zero `sys.exit` abort the whole job, with that rank's traceback; an
+orderly end waits for the peers and tells a peer that still calls a collective who has left.  All of this ends with the
+last strategy.  A strategy that contains errors (`on_error="raise"`) ends only itself.  Under `mpistrategy run` errors
+abort the job from the first line of the program to its end, whatever strategies there are.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from types import TracebackType
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
 from mpistrategy.errors import MpiStrategyError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.channel import wait_patiently
-from mpistrategy.mpi.contract.guard import Guard, refusal_of_child
-from mpistrategy.mpi.job import abort, launcher
+from mpistrategy.mpi.contract.channel import growing_pauses, wait_patiently
+from mpistrategy.mpi.contract.guard import PATIENCE_SECONDS, Guard, refusal_of_child
+from mpistrategy.mpi.job import exit_hooks, launcher
+from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import library_name
-from mpistrategy.mpi.watchdog import status_board, watchdog
+from mpistrategy.mpi.watchdog import reports, status_board, watchdog
 from mpistrategy.mpi.watchdog.run_directory import new_path
+from mpistrategy.options import is_on
 
-_OF_COMM_NULL = (
-    "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
-    "a communicator is MPI.COMM_NULL, too.)"
-)
-#: The process that has started MPI.
-_PID = os.getpid()
+_PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
+#: Files whose frames come before the program's frames.
+_RUN = (os.path.join(_PACKAGE_FOLDER, "cli", "run.py"), "<frozen runpy>")
+#: Where ranks end with a status at the same time, the first rank prints it and ends the job before the others do.
+_FIRST_SPEAKS_SECONDS = 0.5
+#: How long a rank waits for another rank that prints its error.
+_ANOTHER_PRINTS_SECONDS = 2.0
+#: How long the ranks of other nodes may take to read why this rank has failed.
+_OTHER_NODES_SECONDS = 10.0
+_LONGEST_HEAD = 200
+
+_PID, _RANK, _SIZE = os.getpid(), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+reports.title = f"[rank {_RANK}/{_SIZE}] "
+#: The guards that are watched in this process, with the functions that free them.
+_open: dict[Guard, Callable[[], None]] = {}
+
+
+def watch(guard: Guard, free: Callable[[], None] = lambda: None) -> None:
+    """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `free` with them.
+
+    An uncaught exception ends the job while some watched guard does not contain errors.
+    """
+    if _SIZE > 1:
+        _begin()
+        _open[guard] = free
+        if not guard.contains_errors:
+            guard.give_up = _end_in_call
+
+
+@functools.cache
+def _begin() -> None:
+    exit_hooks.prepare()
+    sys.excepthook = functools.partial(_uncaught, sys.excepthook)
+    threading.excepthook = functools.partial(_uncaught_in_thread, threading.excepthook)
+    atexit.register(_say_goodbye)
+
+
+def forget(guard: Guard) -> None:
+    """Say no goodbye to the peers of `guard`: its communicator is closed.  After the last one errors are Python's."""
+    _open.pop(guard, None)
+
+
+def _ends_the_job() -> bool:
+    """Return whether an error of this rank ends the whole job."""
+    return os.getpid() == _PID and any(not guard.contains_errors for guard in _open)
+
+
+def _uncaught(
+    before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    is_pythons = hasattr(sys, "ps1") or not _ends_the_job()
+    if is_pythons or before is not sys.__excepthook__:
+        before(kind, error, trace)
+    if not is_pythons:
+        _end(error, "")
+
+
+def _uncaught_in_thread(before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is None or not _ends_the_job():
+        before(args)
+    elif not isinstance(args.exc_value, SystemExit):  # it ends only the thread, as always in Python
+        _end(args.exc_value, f" in thread {args.thread.name if args.thread else '?'!r}")
+
+
+# ---------------------------------------------------------------------------------------------------- the job ends
+
+
+def _abort(status: int, words: str) -> NoReturn:
+    """End the job with a status; `words` say why."""
+    reports.say(f"{words}: the whole job ends here.")
+    for callback in exit_hooks.before_abort:
+        callback()
+    # MPI_Abort kills the launcher's helpers: output that they have not yet read from our pipes is lost.
+    reports.finish()
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(status)
+    # Under srun MPI_Abort may return before Slurm has killed us; nothing of ours may run any more.
+    os._exit(status)
+
+
+def _end(error: BaseException, where: str) -> NoReturn:
+    """End the job with an error that was not caught."""
+    kind = type(error).__name__
+    if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
+        head = f"{kind}, which another rank prints whole: {error}".partition("\n")[0]
+        reports.say(head[:_LONGEST_HEAD])
+        time.sleep(_ANOTHER_PRINTS_SECONDS)  # where that rank has caught it, it comes here in whole
+    reports.say(in_words(error))
+    _abort(status_of(error), f"{kind} was not caught{where}")
+
+
+def _end_in_call(error: BaseException) -> NoReturn:
+    """End the job with an error in a call, which the program has not met yet."""
+    reports.say(in_words(error, traceback.extract_stack()))
+    _abort(status_of(error) or 1, "It is of this rank alone, in a call for which the other ranks wait")
+
+
+def in_words(error: BaseException, above: Iterable[traceback.FrameSummary] = ()) -> str:
+    """Return the traceback from the program's first frame on; for errors of this package without its own frames.
+
+    Args:
+        error: the error.
+        above: the frames above, where it is on its way to the program.
+    """
+    report = traceback.TracebackException(type(error), error, error.__traceback__)
+    frames = [*above, *report.stack]
+    frames = frames[max((at for at, frame in enumerate(frames, 1) if frame.filename in _RUN), default=0) :]
+    program_frames = [frame for frame in frames if not frame.filename.startswith(_PACKAGE_FOLDER)]
+    is_own = bool(above) or isinstance(error, MpiStrategyError | SystemExit)
+    if program_frames and not is_on(os.environ.get("MPISTRATEGY_FULL_TRACEBACK", "")):
+        report.stack = traceback.StackSummary.from_list(program_frames if is_own else frames)
+        report.__suppress_context__ |= is_own and report.__cause__ is None
+    return "".join(report.format()).rstrip()
+
+
+# ------------------------------------------------------------------------------------------------ the program ends
+
+
+def _say_goodbye() -> None:
+    """Wait for the other ranks, and answer ranks that call a collective; end the job with a status of this rank."""
+    if os.getpid() != _PID or MPI.Is_finalized():
+        return
+    _leave_contained()
+    status = _status() if _ends_the_job() else 0
+    is_due = status and not program.all_leave
+    # A background says its own goodbye when it is freed, and none after a failure.
+    guards = [guard for guard in _open if not guard.is_in_background and not guard.is_broken]
+    for guard in guards:
+        guard.start_leaving()
+    end, pauses = time.monotonic() + (PATIENCE_SECONDS if is_due else math.inf), growing_pauses()
+    while guards and time.monotonic() < end:
+        try:
+            guards = [guard for guard in guards if not _has_left(guard, status)]
+            time.sleep(next(pauses))
+        except SystemExit as stop:  # of a signal's handler: this rank stops already, and the others wait for it
+            if status_of(stop):
+                _abort(status_of(stop), "stopped while it waited for the other ranks")
+    reach = max((guard.size for guard in _open if not guard.is_broken), default=0)
+    if guards or (is_due and reach < _SIZE):  # some rank goes on, or cannot be told: no strategy reaches it
+        _end_with(status)
+    for guard, free in list(_open.items()):
+        if guard.is_broken or guard.is_in_background:  # messages may be under way
+            watchdog.forget(guard)
+        else:
+            free()
+
+
+def _has_left(guard: Guard, status: int) -> bool:
+    """Return whether this rank need not wait for the peers of `guard` any more; answer peers that call a collective."""
+    has_left = guard.is_broken or guard.peers_have_left()
+    if has_left is False:
+        if status:
+            _end_with(status)
+        with suppress(MpiStrategyError):  # a rank has failed meanwhile, and raised its error
+            guard.tell_peers()
+    return bool(has_left)
+
+
+def _end_with(status: int) -> NoReturn:
+    """End the job with the status of this rank's program, for which MPI_Finalize would wait."""
+    time.sleep(_FIRST_SPEAKS_SECONDS if _RANK else 0.0)
+    reports.say(program.words)
+    _abort(status, f"ended with status {status}")
+
+
+def _status() -> int:
+    """Return the status of the program; a call after `sys.exit` says that the program has caught that."""
+    error = getattr(sys, "last_value", None)  # set before any excepthook runs
+    last = (guard.record.last() for guard in _open)
+    caught = any(call is not None and call.entered > program.known_at for call in last)
+    return status_of(error) or (0 if caught else program.status)
+
+
+def _leave_contained() -> None:
+    """Tell the peers of strategies that contain errors of an uncaught exception; they raise RemoteError."""
+    error = getattr(sys, "last_value", None)
+    contained = [guard for guard in _open if guard.contains_errors and not guard.is_broken]
+    if error is not None and contained:
+        reports.say(
+            f"{type(error).__name__} was not caught. The other ranks of its communicator are told, and this one "
+            "waits for all ranks of the job in MPI_Finalize. A rank that waits for it in an MPI call of the "
+            "program's own goes on waiting: catch the error in the program, as `mpistrategy guide domain` shows."
+        )
+        for guard in contained:
+            guard.break_off("", error)
+    for guard in _open:
+        if not guard.is_in_background:
+            guard.tell_of_failure(_OTHER_NODES_SECONDS)
+
+
+# --------------------------------------------------------------------------------------- before a strategy is there
 
 
 def check(where: str, comm: Any = None) -> None:
@@ -35,7 +238,7 @@ def check(where: str, comm: Any = None) -> None:
         comm: the communicator of a strategy: COMM_SELF is one rank on purpose.
     """
     if comm is None or comm != MPI.COMM_SELF:
-        launcher.check_world(MPI.COMM_WORLD.size, library_name(MPI.Get_library_version()), where)
+        launcher.check_world(_SIZE, library_name(MPI.Get_library_version()), where)
 
 
 def ranks_of(comm: Any) -> MPI.Intracomm:
@@ -49,7 +252,10 @@ def ranks_of(comm: Any) -> MPI.Intracomm:
         "MirroredStrategy",
         found=f"communicator={'MPI.COMM_NULL' if is_null else repr(comm)}",
         expected="an mpi4py intracommunicator, or None for all ranks",
-        fix=_OF_COMM_NULL if is_null else "",
+        fix="A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After "
+        "Free() a communicator is MPI.COMM_NULL, too.)"
+        if is_null
+        else "",
     )
 
 
@@ -63,12 +269,12 @@ def watch_waiting(comm: MPI.Intracomm, guard: Guard, memory: SharedMemory, node_
         node_of: the node of each rank.
         path: the path of the run directory; the first rank warns if it cannot be written.
     """
-    world = MPI.COMM_WORLD
-    ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
+    ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
     # Hydra, MPICH's and Intel MPI's launcher, takes the status of any killed rank for the status of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    group = watchdog.Group(guard, memory, ranks, node_of, path)
-    watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
+    if watchdog.running is None:
+        watchdog.running = watchdog.Watchdog(_RANK, _SIZE, MPI.COMM_WORLD.Abort if by_hydra else None)
+    watchdog.running.add(watchdog.Group(guard, memory, ranks, node_of, path))
 
 
 def watch_program() -> int:
@@ -76,8 +282,8 @@ def watch_program() -> int:
 
     No rank waits for another.
     """
-    abort.watch(Guard())
-    return int(MPI.COMM_WORLD.rank)
+    watch(Guard())
+    return int(_RANK)
 
 
 @contextmanager
@@ -96,16 +302,16 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         raise refusal_of_child(where)
     # From here on this rank's end ends the job: the others wait for it, and this guard of one rank tells nobody.
     job_guard = Guard()
-    abort.watch(job_guard)
+    watch(job_guard)
     try:
-        with _meeting(ranks, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
+        with _meeting(ranks, where) if ranks.size > 1 and _SIZE > 1 else nullcontext():
             yield
     except Exception as error:
         if job_guard.give_up is not None and not isinstance(error, MpiStrategyError):
             job_guard.give_up(error)
-        abort.forget(job_guard)
+        forget(job_guard)
         raise
-    abort.forget(job_guard)
+    forget(job_guard)
 
 
 @contextmanager

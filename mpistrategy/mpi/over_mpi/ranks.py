@@ -22,7 +22,7 @@ from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface.ranks import MAX_COUNT, Freed, Ranks, as_bytes, pieces, put
-from mpistrategy.mpi.job import abort, launcher, world
+from mpistrategy.mpi.job import launcher, world
 from mpistrategy.mpi.multi_node.reduced_precision import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
@@ -121,7 +121,7 @@ class MpiRanks(Ranks):
         self.guard: Guard = Guard(
             channel, self.rank, self.size, shares_board=self.mailboxes is not None, contains_errors=contains_errors
         )
-        abort.watch(self.guard, self.free)
+        world.watch(self.guard, self.free)
         if self.size > 1:
             # Ranks that share no memory count as nodes of their own.
             nodes = self.node_of if memory.is_shared else range(self.size)
@@ -220,7 +220,7 @@ class MpiRanks(Ranks):
                 self._control.close()
             self._comm.Free()
         if not is_lost or not self.guard.is_untold:  # else the others hear of it when the program ends
-            abort.forget(self.guard)
+            world.forget(self.guard)
             watchdog.forget(self.guard)
 
     # ----------------------------------------------------------------------------------------- collectives

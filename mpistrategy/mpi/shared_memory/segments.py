@@ -30,7 +30,6 @@ from mpistrategy.mpi.shared_memory import memory_limits
 
 #: Every segment starts on such a boundary: a cache line, and enough for any vector instruction.
 ALIGNMENT = 64
-_NAME = "mpistrategy"
 
 #: Orders earlier writes and reads before later ones.
 Fence = Callable[[], object]
@@ -150,7 +149,7 @@ def _identity(handle: int) -> str:
 def _new_file() -> int:
     """Return the descriptor of a new file; by the C library, since the Python of conda has no os.memfd_create."""
     close_on_exec = 1
-    handle: int = _libc().memfd_create(_NAME.encode(), close_on_exec)
+    handle: int = _libc().memfd_create(b"mpistrategy", close_on_exec)
     if handle < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return handle

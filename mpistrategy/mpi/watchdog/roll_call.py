@@ -16,11 +16,6 @@ from mpistrategy.objects.shown import ranks_in_words
 FAILED = ", which has failed: "
 
 _MOST_ROWS = 64
-_UNKNOWN = "its node does not answer, or it is stopped (ps on its node: state T)"
-_CURES = (
-    "Work that one rank does for long on purpose: `with strategy.expect_long(seconds)`; a longer limit: "
-    "MPISTRATEGY_TIMEOUT_SECONDS."
-)
 
 
 class RollCall:
@@ -63,8 +58,10 @@ class RollCall:
     def summary(self) -> str:
         """How many ranks wait, and which do not."""
         if not self.missing:
-            why = "in different strategies, in calls that do not fit together, or for a network that has stopped"
-            return f"All {self._size} ranks wait: {why}."
+            return (
+                f"All {self._size} ranks wait: in different strategies, in calls that do not fit together, or for a "
+                "network that has stopped."
+            )
         return f"{self._size - len(self.missing)} of {self._size} ranks wait{self._absent}."
 
     def text(self, records: str, is_contained: bool) -> str:
@@ -88,9 +85,18 @@ class RollCall:
         if len(self.statuses) > len(rows):
             lines.append(f"  and {len(self.statuses) - len(rows)} more ranks that wait")
         if self.unknown:
-            lines.append(f"  nothing is known of {ranks_in_words(self.unknown)}: {_UNKNOWN}")
+            lines.append(
+                f"  nothing is known of {ranks_in_words(self.unknown)}: its node does not answer, or it is stopped (ps "
+                "on its node: state T)"
+            )
         end = "The ranks that wait raise CollectiveTimeoutError" if is_contained else "The job ends with status 124"
-        return "\n".join([*lines, self.summary, records, f"{end}. {_CURES}"])
+        lines += (
+            self.summary,
+            records,
+            f"{end}. Work that one rank does for long on purpose: `with strategy.expect_long(seconds)`; a longer "
+            "limit: MPISTRATEGY_TIMEOUT_SECONDS.",
+        )
+        return "\n".join(lines)
 
 
 def as_data(statuses: Sequence[RankStatus]) -> dict[int, dict[str, object]]:

@@ -145,12 +145,8 @@ class StatusBoard:
 
 def _status_in(row: Any) -> RankStatus:
     text, record = (decoded(bytes(row[name])) for name in ("text", "record"))
+    # Read in the reverse of the order in which they are written; an entry that is being written is left out.
+    entries = zip(*(row[name].tolist() for name in ("after", "times", "before")), strict=True)
+    calls = {number: at for number, at, before in sorted(entries) if number == before > 0}
     numbers: list[Any] = [row[name].item() for name in _OWN_FIELDS]
-    return RankStatus(*[*numbers, text, int(row["state"]), _calls_in(row), record])
-
-
-def _calls_in(row: Any) -> dict[int, float]:
-    """Return when a rank entered its last calls; an entry that is being written is left out."""
-    after = row["after"].tolist()  # read in the reverse of the order in which they are written
-    entries = zip(after, row["times"].tolist(), row["before"].tolist(), strict=True)
-    return {number: at for number, at, before in sorted(entries) if number == before > 0}
+    return RankStatus(*[*numbers, text, int(row["state"]), calls, record])

@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import astuple, replace
 from typing import Any, NoReturn
 
-from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.flight_recorder import in_words
 from mpistrategy.mpi.contract.guard import Failure, Guard, error_in_words
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
@@ -90,9 +89,9 @@ class Group:
         self.board: StatusBoard = StatusBoard(memory)
         guard.board = self.board
         self.board.introduce(1 + zlib.crc32(encoded(path)), len(ranks), guard.record)
-        self._due_since = 0.0
         self._next_look = 0.0
-        self._hears_alarm = self._hears_failure = False
+        #: Which of `ROLL_CALL` and `LEFT` have been seen in the run directory.
+        self._heard: set[str] = set()
         #: Until when this node is busy as the other nodes know; until when another node is, as this one knows.
         self._announced_end, self._remote_end = time.monotonic(), 0.0
 
@@ -121,7 +120,7 @@ class Group:
     def is_alarmed(self) -> bool:
         """Return whether this rank knows of a rank that has found a collective late, or of a failure on its own GPU."""
         flight = self.guard.gpu_progress
-        return self._hears_alarm or any(self.board.all("state")) or (flight is not None and bool(flight.failure))
+        return ROLL_CALL in self._heard or any(self.board.all("state")) or (flight is not None and bool(flight.failure))
 
     def is_excused(self, now: float, limit: float) -> bool:
         """Return whether some rank has announced work, and neither its time nor the limit after it is over."""
@@ -132,22 +131,19 @@ class Group:
 
     # ------------------------------------------------------------------------------------------- no result will come
 
-    def end_waits(self, failure: Failure, error: MpiStrategyError, now: float) -> None:
-        """Let `error` be due to this rank wherever it waits from now on."""
-        self.guard.due, self._due_since = (failure, error), now
-
     def waits_in_vain(self, now: float) -> bool:
         """Return whether this rank stays in a wait although no result will come: it can leave no wait in MPI itself."""
-        if self.guard.due is None and (failure := self._failure()) is not None:
-            self.end_waits(failure, failure.as_error(), now)
-        return self.guard.due is not None and min(now - self._due_since, self.host_waited(now)) > _ENDS_SECONDS
+        guard = self.guard
+        if guard.due is None and (failure := self._failure()) is not None:
+            guard.due = failure, failure.as_error(), now
+        return guard.due is not None and min(now - guard.due[2], self.host_waited(now)) > _ENDS_SECONDS
 
     def _failure(self) -> Failure | None:
         """Return why some rank takes no more calls; where another node must hear it of this rank, tell it."""
         guard = self.guard
         if guard.broken is not None and guard.is_untold:
             self.directory.show(LEFT, json.dumps(astuple(guard.broken)))
-        if guard.broken is None and self._hears_failure:
+        if guard.broken is None and LEFT in self._heard:
             with suppress(ValueError, TypeError):
                 return Failure(*json.loads(self.directory.read(LEFT)))
         return guard.broken or (self.board.failure() if guard.shares_board else None)
@@ -163,8 +159,7 @@ class Group:
         if self.nodes == 1 or not is_first or now < self._next_look or self.guard.due is not None:
             return
         self._next_look = now + min(self.guard.timeout / 10, _MESSAGES_SECONDS)
-        names = self.directory.names()
-        self._hears_alarm, self._hears_failure = self._hears_alarm or ROLL_CALL in names, LEFT in names
+        self._heard.update({ROLL_CALL, LEFT}.intersection(self.directory.names()))
         expected, step = max(self.board.all("expected")), min(self.guard.timeout / 10, _UNTOLD_SECONDS)
         if expected > self._announced_end + step:
             self._announced_end = expected
@@ -260,7 +255,7 @@ class Watchdog:
             if group.guard.due is None and group.guard.contains_errors and self._is_alarmed(now, [group]):
                 error = self._call_the_roll([group]).as_error()
                 failure = Failure(error_in_words(error), group.guard.rank, "a wait for the others")
-                group.end_waits(failure, error, time.monotonic())  # the roll call may have taken long
+                group.guard.due = failure, error, time.monotonic()  # the roll call may have taken long
         ending = [group for group in groups if not group.guard.contains_errors]
         if self._is_alarmed(now, ending):
             self._answer(ending)
@@ -406,13 +401,6 @@ def _until(ready: Callable[[], bool], end: float) -> bool:
 running: Watchdog | None = None
 #: The signal that makes this process print its stacks, whatever it is doing; 0 without one.
 stack_signal = 0
-
-
-def of_this_process(rank: int, size: int, end: Callable[[int], object] | None = None) -> Watchdog:
-    """Return the watchdog of this process, made by the first call."""
-    global running
-    running = running or Watchdog(rank, size, end)
-    return running
 
 
 def in_this_process() -> Watchdog | None:
