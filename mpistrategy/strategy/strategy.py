@@ -27,7 +27,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.digests import digest, outliers
 from mpistrategy.arrays.dtypes import dtype_name
-from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
+from mpistrategy.arrays.values import DistributedValues, PerReplica, Reducible, ValueContext, local_component
 from mpistrategy.context import Scope
 from mpistrategy.errors import (
     CopyError,
@@ -160,22 +160,12 @@ class Strategy(NotPickled, NamesOurs):
     def reduce(
         self,
         reduce_op: Op,
-        value: Arena[T],
+        value: Reducible[T],
         axis: int | Sequence[int] | None = None,
         *,
         weight: Any = None,
         name: str | None = None,
     ) -> T: ...
-    @overload
-    def reduce(
-        self,
-        reduce_op: Op,
-        value: Variable,
-        axis: int | Sequence[int] | None = None,
-        *,
-        weight: Any = None,
-        name: str | None = None,
-    ) -> NDArray[Any]: ...
     @overload
     def reduce(
         self,
