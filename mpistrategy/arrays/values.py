@@ -487,8 +487,5 @@ def _has_other_streams(value: Any) -> bool:
         return False
     if library_of(value) != "torch":
         return True
-    try:
-        stream = sys.modules["torch"].cuda.current_stream().cuda_stream
-    except AttributeError:  # a torch without CUDA
-        return True
+    stream = sys.modules["torch"].cuda.current_stream().cuda_stream
     return bool(stream != cupy_for("an array in GPU memory").cuda.get_current_stream().ptr)

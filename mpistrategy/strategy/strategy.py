@@ -491,14 +491,10 @@ class Strategy(NotPickled, NamesOurs):
             )
             of_ranks = [dict(pair.split("=") for pair in text.split()) for text in texts]
             # Variables that some rank has collected are left out.
-            common = [
-                number
-                for number in variables_by_number
-                if all(str(number) in rank_digests for rank_digests in of_ranks)
-            ]
             digests_by_variable = [
-                (variables_by_number[number], [rank_digests[str(number)] for rank_digests in of_ranks])
-                for number in common
+                (var, [rank_digests[str(number)] for rank_digests in of_ranks])
+                for number, var in variables_by_number.items()
+                if all(str(number) in rank_digests for rank_digests in of_ranks)
             ]
             if differing := [(var, *outliers(digests)) for var, digests in digests_by_variable if len({*digests}) > 1]:
                 raise _diverged(call.where, differing, len(variables_by_number))
