@@ -243,7 +243,7 @@ def _taker(nest: Any) -> Callable[[Any], Sequence[Any]]:
     if kind not in _PLAIN:
         return lambda leaf: (leaf,)
     keys = sorted_keys(nest) if kind is dict else range(len(nest))
-    if _is_flat(nest) and len(keys) > 1:
+    if len(keys) > 1 and _PLAIN.isdisjoint(type(nest[key]) for key in keys):
         return itemgetter(*keys) if kind is dict else lambda flat: flat
     inner = [(key, _taker(nest[key])) for key in keys]
 
@@ -254,11 +254,6 @@ def _taker(nest: Any) -> Callable[[Any], Sequence[Any]]:
         return leaves
 
     return take
-
-
-def _is_flat(nest: Any) -> bool:
-    """Return whether a nest of plain containers is one container of leaves."""
-    return type(nest) in _PLAIN and _PLAIN.isdisjoint(map(type, nest.values() if type(nest) is dict else nest))
 
 
 def alike(nest: Any, other: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -29,6 +29,7 @@ from mpistrategy.arrays.foreign import in_jax, is_in_gpu_memory, library_of
 from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
+T = TypeVar("T")
 Method: TypeAlias = Callable[..., Any]
 #: What NumPy's methods return, as far as it is one type.
 ArrayMethod: TypeAlias = Callable[..., Array]
@@ -427,7 +428,11 @@ def contribution(value: Any) -> Any:
     return value._contribution() if isinstance(value, ArrayLike) else value
 
 
-class ArenaBase:
+class Reducible(Generic[T]):
+    """Base of values whose reduction has another type, `T`: of an arena its nest, of a variable an array."""
+
+
+class ArenaBase(Reducible[T]):
     """The base of `mpistrategy.Arena`, which lies above: it tells an arena from a nest of arrays."""
 
 
@@ -482,8 +487,5 @@ def _has_other_streams(value: Any) -> bool:
         return False
     if library_of(value) != "torch":
         return True
-    try:
-        stream = sys.modules["torch"].cuda.current_stream().cuda_stream
-    except AttributeError:  # a torch without CUDA
-        return True
+    stream = sys.modules["torch"].cuda.current_stream().cuda_stream
     return bool(stream != cupy_for("an array in GPU memory").cuda.get_current_stream().ptr)

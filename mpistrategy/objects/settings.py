@@ -28,7 +28,6 @@ class Setting(Generic[T]):
 
     def __init__(self, check: Check[T]) -> None:
         self._check = check
-        self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

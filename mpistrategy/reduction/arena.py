@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import is_
-from typing import Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -62,7 +62,7 @@ T = TypeVar("T")
 _How: TypeAlias = tuple[ReduceOp, str, str | None, bool]
 
 
-class Arena(ArenaBase, Generic[T]):
+class Arena(ArenaBase[T]):
     """A nest of arrays that the strategy lays out, and reduces where they are.  Creation is collective.
 
     `Strategy.arena` makes one.  Fill `values` in place (``np.multiply(a, b, out=arena.values["w"])``,

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpistrategy.arrays.values import Reducible
 from mpistrategy.context import (
     Frame,
     Mode,
@@ -27,12 +27,10 @@ from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions, Op
-from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.collectives import Gather, Scan, Scattered
 from mpistrategy.reduction.inputs import unpacked
 from mpistrategy.reduction.reducer import AllReduce, General
-from mpistrategy.variables.variable import Variable
 
 T = TypeVar("T")
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -101,24 +99,13 @@ class ReplicaContext(NotPickled):
     def all_reduce(
         self,
         reduce_op: Op,
-        value: Arena[T],
+        value: Reducible[T],
         options: CommunicationOptions | None = None,
         *,
         name: str | None = None,
         out: Any = None,
         weight: Any = None,
     ) -> T: ...
-    @overload
-    def all_reduce(
-        self,
-        reduce_op: Op,
-        value: Variable,
-        options: CommunicationOptions | None = None,
-        *,
-        name: str | None = None,
-        out: Any = None,
-        weight: Any = None,
-    ) -> NDArray[Any]: ...
     @overload
     def all_reduce(
         self,
@@ -176,22 +163,12 @@ class ReplicaContext(NotPickled):
     def all_reduce_async(
         self,
         reduce_op: Op,
-        value: Arena[T],
+        value: Reducible[T],
         options: CommunicationOptions | None = None,
         *,
         name: str | None = None,
         out: Any = None,
     ) -> AllReduceHandle[T]: ...
-    @overload
-    def all_reduce_async(
-        self,
-        reduce_op: Op,
-        value: Variable,
-        options: CommunicationOptions | None = None,
-        *,
-        name: str | None = None,
-        out: Any = None,
-    ) -> AllReduceHandle[NDArray[Any]]: ...
     @overload
     def all_reduce_async(
         self,

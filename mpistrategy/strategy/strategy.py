@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from math import prod
 from types import TracebackType
 from typing import (
     Any,
@@ -24,10 +25,34 @@ from numpy.typing import NDArray
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import host_array
+from mpistrategy.arrays.convert import (
+    any_array,
+    host_array,
+    is_on_device,
+    like_given,
+    on_device_of,
+    placed_as,
+    reducible,
+)
 from mpistrategy.arrays.digests import digest, outliers
-from mpistrategy.arrays.dtypes import dtype_name
-from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
+from mpistrategy.arrays.dtypes import (
+    dtype_name,
+    host_wire_dtype,
+    maximum,
+    minimum,
+    quietly,
+    sum_dtype_of_mean,
+    wire_dtype,
+)
+from mpistrategy.arrays.values import (
+    DistributedValues,
+    PerReplica,
+    Reducible,
+    ValueContext,
+    contribution,
+    event_of_reads,
+    local_component,
+)
 from mpistrategy.context import Scope
 from mpistrategy.errors import (
     CopyError,
@@ -36,6 +61,7 @@ from mpistrategy.errors import (
     OptionTypeError,
     RemoteError,
     ReplicasDivergedError,
+    ShapeError,
 )
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
 from mpistrategy.input.first_batches import LEVELS, FirstBatches
@@ -51,14 +77,16 @@ from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
     Op,
+    ReduceOp,
     ReplicationMode,
     VariableSynchronization,
     checked_member,
 )
 from mpistrategy.reduction.arena import Arena
-from mpistrategy.reduction.collectives import Broadcast, Gather
-from mpistrategy.reduction.reducer import Reduce
-from mpistrategy.strategy.along_axis import ReduceAlong
+from mpistrategy.reduction.collectives import Broadcast, Gather, checked_axis, identity
+from mpistrategy.reduction.inputs import refuse_mirrored_sum
+from mpistrategy.reduction.reducer import General, Reduce
+from mpistrategy.reduction.transfer import finish
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.variables.variable import Variable
@@ -159,22 +187,12 @@ class Strategy(NotPickled, NamesOurs):
     def reduce(
         self,
         reduce_op: Op,
-        value: Arena[T],
+        value: Reducible[T],
         axis: int | Sequence[int] | None = None,
         *,
         weight: Any = None,
         name: str | None = None,
     ) -> T: ...
-    @overload
-    def reduce(
-        self,
-        reduce_op: Op,
-        value: Variable,
-        axis: int | Sequence[int] | None = None,
-        *,
-        weight: Any = None,
-        name: str | None = None,
-    ) -> NDArray[Any]: ...
     @overload
     def reduce(
         self,
@@ -472,14 +490,10 @@ class Strategy(NotPickled, NamesOurs):
             )
             of_ranks = [dict(pair.split("=") for pair in text.split()) for text in texts]
             # Variables that some rank has collected are left out.
-            common = [
-                number
-                for number in variables_by_number
-                if all(str(number) in rank_digests for rank_digests in of_ranks)
-            ]
             digests_by_variable = [
-                (variables_by_number[number], [rank_digests[str(number)] for rank_digests in of_ranks])
-                for number in common
+                (var, [rank_digests[str(number)] for rank_digests in of_ranks])
+                for number, var in variables_by_number.items()
+                if all(str(number) in rank_digests for rank_digests in of_ranks)
             ]
             if differing := [(var, *outliers(digests)) for var, digests in digests_by_variable if len({*digests}) > 1]:
                 raise _diverged(call.where, differing, len(variables_by_number))
@@ -726,6 +740,60 @@ class _DefaultStrategy(Strategy):
 
 
 context.default_strategy.append(cache(_DefaultStrategy))
+
+
+# ----------------------------------------------------------------------------------------------- reduce along an axis
+
+
+class ReduceAlong(General):
+    """`Strategy.reduce` with an axis; the argument is the operation, the axis, and the type of the axis."""
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction of one array; see `CallPlan.run`."""
+        (reduce_op, axis, _), where = self.argument, call.where
+        if isinstance(value, Arena) or weight is not None:
+            raise OptionError.at(where, found=f"{axis=} with an arena or weight=", expected="axis= alone")
+        structure, op = nest.flatten_without_none(value)[1], ReduceOp._parse(reduce_op, where)
+        call.structure = structure.text
+        if self.reducer.agrees_on_none(call, op, structure):
+            return structure.pack([])
+        if call.structure != nest.LEAF.text:
+            found = f"a structure {call.structure} with {axis=}"
+            raise OptionTypeError.at(where, found=found, expected="a single array")
+        refuse_mirrored_sum(value, op, where)
+        component = contribution(value)
+        array = reducible(component, where)
+        axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
+        if len(set(axes)) != len(axes):
+            raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
+        call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
+        local_result, rows = _combined_here(array, axes, op), prod(array.shape[a] for a in axes)
+        self.reducer.communicator.guard.wait_for_gpu(event_of_reads([component]))
+        # A mean is divided at the end; of MIN and MAX the numbers of rows tell whether there is any row.
+        over = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        leaves = [local_result, -rows if op is ReduceOp.MIN else rows]
+        total, count = self.reducer.all_reduce_leaves(call, over, leaves, lambda: ["", " (the number of rows)"])
+        if count == 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
+            raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
+        return like_given(finish(any_array(total), array.dtype, op, int(count)), component)
+
+
+@quietly
+def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
+    """Combine an array along `axes`, where it is; a rank without elements gives the identity element.
+
+    16-bit floats are rounded once, at the end: the sums here stay in the wire dtype.
+    """
+    travels = wire_dtype if is_on_device(array) else host_wire_dtype
+    dtype = travels(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
+    with on_device_of(array):
+        wide = array.astype(dtype, copy=False)
+        if op not in (ReduceOp.MIN, ReduceOp.MAX):
+            return (wide.prod if op is ReduceOp.PROD else wide.sum)(axis=axes, dtype=dtype)
+        if 0 in (array.shape[axis] for axis in axes):
+            shape = [length for axis, length in enumerate(array.shape) if axis not in axes]
+            return placed_as(np.full(shape, identity(dtype, op), dtype), array)
+        return (minimum if op is ReduceOp.MIN else maximum).reduce(wide, axes)
 
 
 # -------------------------------------------------------------------------------------------------- assert_mirrored

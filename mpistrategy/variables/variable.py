@@ -26,7 +26,7 @@ from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
 from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
-from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component, may_differ
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices, Reducible, event_of_reads, local_component, may_differ
 from mpistrategy.context import Mode
 from mpistrategy.errors import (
     ContextError,
@@ -248,7 +248,7 @@ class Registry:
             return cupy.empty(shape, dtype)
 
 
-class Variable(ArrayLike, Settable):
+class Variable(ArrayLike, Settable, Reducible[Array]):
     """An array that a strategy keeps on every replica.  Creation is collective.
 
     Created in `strategy.scope()` (or in a step function), a variable belongs to the strategy; elsewhere it belongs to

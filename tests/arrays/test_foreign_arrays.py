@@ -83,6 +83,8 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = types.ModuleType("torch")
     module.bfloat16, module.int16 = "torch.bfloat16", "int16"
     module.Tensor, module.from_numpy, module.from_dlpack = Tensor, Tensor, Tensor
+    own_stream = types.SimpleNamespace(cuda_stream=-1)  # another one than CuPy's
+    module.cuda = types.SimpleNamespace(current_stream=lambda: own_stream)
     monkeypatch.setitem(__import__("sys").modules, "torch", module)
     return module
 
