@@ -71,7 +71,7 @@ if what == "gather":
 strategy.run(step, (np.ones(3),))
 """
 
-WAITS = r"rank {}: waits in #\d+ {} for \d\.\d s; at \S+\.py:{} in "
+WAITS = r"rank {}: waits in #\d+ {} for \d+\.\d s; at \S+\.py:{} in "
 STEP = r"ReplicaContext\.all_reduce SUM float64\[3\] \(24 B\)"
 LINE = str(1 + PROGRAM[: PROGRAM.index('.all_reduce("SUM"')].count("\n"))
 #: What each odd rank does; how it is started; what the roll call says of it.  Ranks that loop are each on its own node.
