@@ -1,4 +1,4 @@
-"""Makes random calls, some of which are interrupted on one rank at a random moment: no hang, no wrong sum.
+"""Makes random calls, some of which are interrupted on one rank or on all at a random moment: no hang, no wrong sum.
 
 The rank then takes no more calls, and the others raise RemoteError in that call or the next, within seconds; or the
 call counts as not begun, and the rank makes it again.  All on one node, and without gathers: a rank that waits in a
@@ -110,7 +110,7 @@ def soak(options: argparse.Namespace) -> bool:
         kind, size = dice.choice(KINDS), dice.choice(SIZES)
         odd, seconds = dice.randrange(WORLD.size), 10 ** dice.uniform(*POWERS)
         is_last = number % EVERY == EVERY - 1
-        if is_last and odd == WORLD.rank:
+        if is_last and (odd == WORLD.rank or number % (2 * EVERY) == EVERY - 1):
             signal.setitimer(signal.ITIMER_REAL, seconds)
         outcomes[calls.outcome(kind, size, number)] += 1
         interruption = f"{kind} of {size} elements, number {number}, {seconds * 1e6:.0f} us on rank {odd}"
