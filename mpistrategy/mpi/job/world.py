@@ -1,11 +1,11 @@
 """All ranks of the job: they meet before any strategy connects them, and the end of one rank is the end of the job.
 
 No peer is left waiting for a rank that has died.  MPI leaves the others hanging when a Python exception ends one rank.
-From the first communicator of several ranks on,
-an uncaught exception (in any thread) and a non-zero `sys.exit` abort the whole job, with that rank's traceback; an
-orderly end waits for the peers and tells a peer that still calls a collective who has left.  All of this ends with the
-last strategy.  A strategy that contains errors (`on_error="raise"`) ends only itself.  Under `mpistrategy run` errors
-abort the job from the first line of the program to its end, whatever strategies there are.
+From the first communicator of several ranks on, an uncaught exception (in any thread) and a non-zero `sys.exit` abort
+the whole job, with that rank's traceback; an orderly end waits for the peers and tells a peer that still calls a
+collective who has left.  All of this ends with the last strategy.  A strategy that contains errors
+(`on_error="raise"`) ends only itself.  Under `mpistrategy run` errors abort the job from the first line of the program
+to its end, whatever strategies there are.
 """
 
 from __future__ import annotations
