@@ -279,7 +279,7 @@ def test_a_message_of_another_length_is_refused(room: int, sent: str) -> None:
 def test_a_group_has_its_methods_by_the_names_of_all_versions(group: Any) -> None:
     """Libraries call them without torch.distributed in between."""
     ours = group._get_backend(torch.device("cpu"))
-    assert dist.distributed_c10d._resolve_process_group(ours.group_name) is group
+    assert dist.distributed_c10d._resolve_process_group(group.group_name) is group
     mine, all_rows = of(RANK), torch.cat([of(rank) for rank in range(SIZE)])
     rows, wholes = [mine, -mine], [all_rows, -all_rows]
     parts = [SIZE * whole.chunk(SIZE)[RANK] for whole in wholes]
