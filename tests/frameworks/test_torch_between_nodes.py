@@ -10,7 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
     pytest.skip("this torch takes no works that are written in Python", allow_module_level=True)
-pytestmark = pytest.mark.one_rank
+pytestmark = [
+    pytest.mark.one_rank,
+    pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes"),
+]
 
 PROGRAM = """
 import gc, weakref
