@@ -47,6 +47,8 @@ VERSION = 1
 #: rank, combined on another number of ranks.
 ONE, OWN, ROWS = "one", "own", "rows"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
+#: Kinds of arrays, beside variables and rows.
+ARRAYS = frozenset({"array", "tensor", "scalar"})
 MOST_RANKS = 1_000_000
 #: The most levels of objects.
 DEEPEST = 100
@@ -215,8 +217,7 @@ def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, wri
 def _item(kind: Any, copies: Any, dtype: Any, shape: Any, keys: Any, values: Any) -> Item:
     """Return the item of these values."""
     require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
-    require(keys is None or type(keys) is list, "keys")
-    require((kind == ROWS) == (copies == ROWS), "rows")
+    require((kind == ROWS) == (copies == ROWS) and (kind in ARRAYS | {"variable", ROWS}) == bool(dtype), "kinds")
     if dtype:
         elements = dtype_of(dtype)
         require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")

@@ -21,6 +21,7 @@ from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign, library_of
 from mpistrategy.checkpoint.format import (
+    ARRAYS,
     DEEPEST,
     GENERATORS,
     NOT_PLAIN,
@@ -49,8 +50,7 @@ _ACCEPTED = (
 )
 #: Copies of an item before the ranks have compared them: saved once if they are equal, else once for each rank.
 UNDECIDED = "?"
-#: Kinds of arrays, and kinds that a restore may make anew; objects of other kinds must exist.
-ARRAYS = frozenset({"array", "tensor", "scalar"})
+#: Kinds that a restore may make anew; objects of other kinds must exist.
 REPLACEABLE = frozenset({"plain", "dict", "list", "tuple"}) | ARRAYS
 #: The kinds of objects that tell their own state.
 KEPT = frozenset({"optimizer", "accumulator", "streams", "iterator"})
