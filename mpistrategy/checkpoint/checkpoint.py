@@ -152,8 +152,7 @@ class Checkpoint(NamesOurs):
             CheckpointExistsError: on every rank, if the name is taken.
             OptionTypeError, DTypeError: on every rank, for objects that cannot be saved.
             OptionError: on every rank, for more names and plain values than `restore` accepts: 64 MiB of text, 2**21
-                lists and dicts (each float counts as one), 2**22 numbers and words, and 64 MiB of memory plus 8 times
-                the text.
+                lists and dicts, 2**22 numbers and words, and 64 MiB of memory plus 8 times the text.
             ContextError: in a step function.
             CollectiveMismatchError: on every rank, if the ranks differ in the directory, the names, or the objects
                 under a name; the text shows the difference.

@@ -62,7 +62,7 @@ from mpistrategy.checkpoint.format import (
     shard_name,
     shares,
 )
-from mpistrategy.checkpoint.saving import REPLACED, exchange, places
+from mpistrategy.checkpoint.saving import NOTHING, REPLACED, exchange, places
 from mpistrategy.checkpoint.state import (
     DICTS,
     KEPT,
@@ -437,7 +437,7 @@ class Own:
 
     Attributes:
         data: as given.
-        line: the bytes of the values.
+        end: the bytes of the values and the length: the data of a rank without arrays.
         values: by path; of arrays whose shape may differ between ranks, the shape.
         arrays: by path, in native byte order, not copied where that can be.
 
@@ -447,10 +447,10 @@ class Own:
 
     def __init__(self, data: Array, items: Mapping[str, Item], where: str) -> None:
         self.data = data
-        end = data.size - LENGTH_BYTES
-        begin = end - int.from_bytes(data[max(0, end) :].tobytes(), "little")
-        self.line: Array = data[max(0, begin) : end]
-        self.values: dict[str, Any] = loads(self.line.tobytes(), where)
+        stop = data.size - LENGTH_BYTES
+        begin = stop - int.from_bytes(data[max(0, stop) :].tobytes(), "little")
+        self.end: Array = data[max(0, begin) :]
+        self.values: dict[str, Any] = loads(self.end[:-LENGTH_BYTES].tobytes(), where)
         self.arrays: dict[str, Array] = {}
         start = 0
         try:
@@ -528,53 +528,45 @@ class Reading:
                 for rank in ranks:
                     self.owns[rank] = Own(contents.pop(f"_rank {rank}"), self.manifest.of_each_rank, self.path)
                 for path, data in contents.items():
-                    shape = [data.size // items[path].itemsize]
-                    self.arrays[path, shared[number][path][0]] = as_array(data, items[path].dtype, shape)
+                    self.arrays[path, shared[number][path][0]] = as_array(data, items[path].dtype, [-1])
 
     def tell_owns(self, call: Call) -> None:
         """Make `own_arrays` and `values`.  Collective; the ranks expect one more agreement then."""
-        ranks, manifest, is_same = self.communicator, self.manifest, self.same_ranks
-        own = self.owns.get(ranks.rank) if is_same else None
-        if manifest.own and not (is_same and (self.reader_of == np.arange(ranks.size)).all()):
-            outgoing: list[list[Array]] = [[] for _ in range(ranks.size)]
-            for rank, pieces in enumerate(outgoing):
-                read = self.owns.get(rank % manifest.ranks)
-                if read is not None:
-                    pieces.append(read.data if is_same else read.line)
+        ranks, manifest, received = self.communicator, self.manifest, list[Array]()
+        if manifest.own and not (self.same_ranks and (self.reader_of == np.arange(ranks.size)).all()):
+            read = {rank: own.data if self.same_ranks else own.end for rank, own in self.owns.items()}
+            outgoing = [[read.get(rank % manifest.ranks, NOTHING)] for rank in range(ranks.size)]
             received = exchange(ranks, outgoing, "send what each rank had", call)
-            call.expect_more()
-            data = max(received, key=len)  # the others are empty
-            if is_same:
-                own = Own(data, manifest.of_each_rank, self.path)
-            else:
-                self.values = loads(data.tobytes(), self.path)
         call.expect_more()
+        items = manifest.of_each_rank if self.same_ranks else {}
+        own = Own(max(received, key=len), items, self.path) if received else self.owns.get(ranks.rank)
         if own is not None:
             self.own_arrays, self.values = own.arrays, own.values
 
 
 def arrays_of(path: str) -> dict[str, Array]:
     """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
-    with reading("Checkpoint.arrays", path):
-        source = Reading(Alone(), path, read_text(path))
+    ranks = Alone()
+    with Call(ranks.guard, "Checkpoint.arrays") as call, reading(call.where, path):
+        source = Reading(ranks, path, read_text(path))
         manifest = source.manifest
         source.read_shards(manifest.names)
         source.own_arrays = source.owns[0].arrays if source.owns else {}
         items = {name: item for name, item in manifest.items.items() if item.is_array}
-        arrays = {name: fetched(source, name, item.copies) for name, item in items.items() if item.copies != OWN}
+        arrays = {name: fetched(source, name, item.copies, call) for name, item in items.items() if item.copies != OWN}
         for name, item in items.items():
             for rank, own in sorted(source.owns.items()) if item.copies == OWN else ():
                 arrays[f"{name}@{rank}"] = own.arrays[name]
     return arrays
 
 
-def fetched(source: Reading, path: str, copies: str, call: Call | None = None) -> Array:
+def fetched(source: Reading, path: str, copies: str, call: Call) -> Array:
     """Return the array of an item, as this rank gets it.  Collective.
 
     Args:
         source, path: the checkpoint, and where the array is in it.
         copies: how copies are saved (`Item.copies`) there that the array goes to.
-        call: of several ranks.
+        call: has agreed.
     """
     ranks, item = source.communicator, source.manifest.items[path]
     if item.copies == OWN or (source.same_ranks and item.copies == copies in COMBINED):
@@ -625,7 +617,7 @@ def _total(source: Reading, path: str, item: Item) -> Array:
     return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(dtype_of(item.dtype))
 
 
-def _rows(source: Reading, path: str, item: Item, call: Call | None) -> Array:
+def _rows(source: Reading, path: str, item: Item, call: Call) -> Array:
     """Return this rank's part of a global array: the next rows, equally many on each rank but the last ranks."""
     ranks, lengths = source.communicator, np.zeros(source.manifest.ranks, np.int64)
     for saved, own in source.owns.items():
