@@ -573,7 +573,7 @@ def fetched(source: Reading, path: str, copies: str, call: Call) -> Array:
         return source.own_arrays[path]  # this rank gets its own copy back
     if item.copies == ROWS:
         return _rows(source, path, item, call)
-    array = (_total if item.copies in ("SUM", "MEAN") else _copy)(source, path, item)
+    array = (_total if item.copies in COMBINED else _copy)(source, path, item)
     return share_of(array, ranks.rank, ranks.size) if copies == "SUM" else array
 
 
@@ -585,17 +585,14 @@ def store(var: Variable, array: Array) -> None:
 
 
 def _copy(source: Reading, path: str, item: Item) -> Array:
-    """Return the only copy, or the first rank's, on all ranks; the ranks that have read its parts send them."""
+    """Return the only copy on all ranks; the ranks that have read its parts send them."""
     ranks, parts = source.communicator, source.parts[path]
-    if item.is_of_each_rank:
-        parts = [(int(source.reader_of[0]), 0, item.elements)]
     array = np.empty(item.elements, dtype_of(item.dtype))
     for root, begin, stop in parts:
         if root == ranks.rank:
-            own = item.is_of_each_rank
-            stored = source.owns[0].arrays[path] if own else source.arrays.pop((path, begin))
+            stored = source.arrays.pop((path, begin))
             if len(parts) == 1:
-                array = stored.reshape(-1)  # which need not be copied
+                array = stored  # which need not be copied
             else:
                 array[begin:stop] = stored
         if stop > begin:
@@ -605,13 +602,14 @@ def _copy(source: Reading, path: str, item: Item) -> Array:
 
 @quietly
 def _total(source: Reading, path: str, item: Item) -> Array:
-    """Return the sum or mean of all copies: added in rank order by each reader, then by all."""
+    """Return the sum or mean of all copies, or the first one: added in rank order by each reader, then by all."""
     dtype = wire_dtype(dtype_of(item.dtype))
     if dtype.kind not in "iufc":  # of bools, their number; of the smallest floats
         dtype = np.dtype(np.int32 if dtype.kind == "b" else np.float32)
     total = np.zeros(item.shape, dtype)
-    for _, own in sorted(source.owns.items()):
-        total += own.arrays[path].astype(dtype, copy=False)
+    for rank, own in sorted(source.owns.items()):
+        if rank == 0 or item.copies != "ONLY_FIRST_REPLICA":
+            total += own.arrays[path].astype(dtype, copy=False)
     if total.size:
         source.communicator.allreduce(total.reshape(-1))
     return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(dtype_of(item.dtype))
