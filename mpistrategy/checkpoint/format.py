@@ -493,11 +493,6 @@ def from_json(value: Any) -> Any:
     return _READERS[kind](inner)
 
 
-def below(path: str, key: Any) -> str:
-    """Return the path of the element `key` of the object at `path`."""
-    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
-
-
 # ------------------------------------------------------------------------------------------------ random generators
 
 AnyGenerator: TypeAlias = np.random.Generator | np.random.RandomState

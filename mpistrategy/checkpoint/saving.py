@@ -140,24 +140,20 @@ class Saving(NotPickled):
         if self._communicator.rank == 0:
             manifest.text(call.where)  # too much of it is refused here
         call.agree("begin to write")  # no rank starts to write if another cannot
-        self._start(pieces, manifest)
+        if pieces:
+            self._done.clear()
+            try:
+                threading.Thread(target=self._work, args=(pieces, manifest), name=f"checkpoint {self.path}").start()
+            except (RuntimeError, MemoryError):  # no more threads for this user, or no memory for one
+                self._work(pieces, manifest)
+        else:
+            self._written.set()
         if wait:
             self._join(call)
         else:
             atexit.register(self._end_of_program)
             before_abort.append(self._end_of_program)
         return state.by_name(digests)
-
-    def _start(self, pieces: list[Any], manifest: Manifest) -> None:
-        """Write this rank's shard, if it has one, in a thread; at once where none can be started."""
-        if not pieces:
-            self._written.set()
-            return
-        self._done.clear()
-        try:
-            threading.Thread(target=self._work, args=(pieces, manifest), name=f"checkpoint {self.path}").start()
-        except (RuntimeError, MemoryError):  # no more threads for this user, or no memory for one
-            self._work(pieces, manifest)
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)

@@ -29,7 +29,6 @@ from mpistrategy.checkpoint.format import (
     OWN,
     ROWS,
     Item,
-    below,
     dtype_text,
     state_of,
     to_json,
@@ -215,7 +214,8 @@ class State:
         """Enter an object that only holds other objects."""
         self.items[path] = Item(kind, keys=[*children] if isinstance(children, Mapping) else None)
         for key, child in children.items() if isinstance(children, Mapping) else enumerate(children):
-            self._add(below(path, key), child, owners)
+            name = str(key).replace("~", "~0").replace("/", "~1")  # a path has no other slashes
+            self._add(f"{path}/{name}", child, owners)
 
     def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
