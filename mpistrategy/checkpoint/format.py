@@ -535,6 +535,7 @@ def checked_state(generator: AnyGenerator, state: Any, times: int) -> Any:
         ValueError, TypeError, LookupError, OverflowError: as `set_state`.
         AttributeError: for a bit generator that has no other streams.
     """
+    require(isinstance(generator, GENERATORS), "no generator here")
     set_state(copy.deepcopy(generator), state)
     if not times:
         return state
