@@ -182,14 +182,12 @@ def test_manifests_that_lie(saved: Saved, lie: str) -> None:
 
 MISFITS: dict[str, Callable[[Any], Any]] = {
     "an unknown kind": lambda c: item(c, "x", 0, "of"),
-    "a kind that is a method's name": lambda c: item(c, "x", 0, "restore_of"),
     "a list of very many": lambda c: item(c, "kept", 4, 10**15),
     "a list of words": lambda c: item(c, "kept", 4, "many"),
     "a random state of another": lambda c: item(c, "rng", 5, [{"dict": [["bit_generator", "os"]]}]),
     "a generator for variables": lambda c: c["items"].update({"built/slots": ["rng", "one", "", [], None, [1]]}),
     "a value of an unknown kind": lambda c: item(c, "plain", 5, [{"pickle": "cos"}]),
     "a variable for a list": lambda c: item(c, "plain", 0, "variable"),
-    "an array for a list": lambda c: item(c, "plain", 0, "array"),
     "an optimizer for a list": lambda c: item(c, "plain", 0, "optimizer"),
     "another shape": lambda c: item(c, "x", 3, [7]),
     "one name less": lambda c: c["items"].pop("plain"),
