@@ -152,19 +152,16 @@ class Checkpoint(NamesOurs):
             CheckpointExistsError: on every rank, if the name is taken.
             OptionTypeError, DTypeError: on every rank, for objects that cannot be saved.
             OptionError: on every rank, for more names and plain values than `restore` accepts: 64 MiB of text, 2**21
-                lists and dicts (each float counts as one), 2**22 numbers and words, and 64 MiB of memory plus 8 times
-                the text.
+                lists and dicts, 2**22 numbers and words, and 64 MiB of memory plus 8 times the text.
             ContextError: in a step function.
             CollectiveMismatchError: on every rank, if the ranks differ in the directory, the names, or the objects
                 under a name; the text shows the difference.
         """
-        strategy = self.strategy
-        context.require_cross_replica(strategy, "Checkpoint.save")
-        communicator = strategy.extended.communicator
+        communicator = self.strategy.extended.communicator
         saving = None
         try:
-            with Call(communicator.guard, "Checkpoint.save", called=name) as call:
-                path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
+            with self._call("Checkpoint.save", name) as call:
+                path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", call)
                 saving = Saving(communicator, path, bool(overwrite))
                 digests = saving._begin(state, call, wait=bool(wait))
         except BaseException:  # after leaving the call: then no rank writes any more
@@ -216,10 +213,8 @@ class Checkpoint(NamesOurs):
             ContextError: in a step function.
             CollectiveMismatchError: on every rank, as `save`.
         """
-        strategy = self.strategy
-        context.require_cross_replica(strategy, "Checkpoint.restore")
-        with Call(strategy.extended.communicator.guard, "Checkpoint.restore", called=name) as call:
-            path, objects, state = self._agreed("restore", directory, f"{partial=}", strategy, call)
+        with self._call("Checkpoint.restore", name) as call:
+            path, objects, state = self._agreed("restore", directory, f"{partial=}", call)
             restored = restore(objects, state, path, bool(partial), call)
             self.objects.update({name: objects[name] for name in objects if not _is_function(self.objects.get(name))})
         self._last = {}
@@ -241,9 +236,13 @@ class Checkpoint(NamesOurs):
         if self._saving is not None:
             self._saving._settle(where, name, raises=raises)
 
-    def _agreed(
-        self, operation: str, directory: Any, options: str, strategy: Strategy, call: Call
-    ) -> tuple[str, dict[str, Any], State]:
+    def _call(self, where: str, name: str | None) -> Call:
+        """Return a public call in cross-replica context, to be entered."""
+        strategy = self.strategy
+        context.require_cross_replica(strategy, where)
+        return Call(strategy.extended.communicator.guard, where, called=name)
+
+    def _agreed(self, operation: str, directory: Any, options: str, call: Call) -> tuple[str, dict[str, Any], State]:
         """Wait for the previous save; return path, objects and their state, once all ranks agree on the call.
 
         They expect one more agreement.
@@ -253,7 +252,7 @@ class Checkpoint(NamesOurs):
         call.expect_more()
         objects = checked_objects(call.where, "objects", self.objects)
         objects = {name: value() if _is_function(value) else value for name, value in objects.items()}
-        state = State(objects, strategy, call.where)
+        state = State(objects, self.strategy, call.where)
         call.structure = state.structure()
         call.agree(operation, destination=path, options=options)
         call.expect_more()

@@ -30,8 +30,13 @@ from mpistrategy.errors import (
 )
 from mpistrategy.mpi.watchdog import watchdog
 
+
+def nobody(operation: str, name: str) -> None:
+    """Do nothing before a change to the file system."""
+
+
 #: Called before each change to the file system, with the operation and the name; tests end the process or raise there.
-watcher: Callable[[str, str], None] | None = None
+watcher: Callable[[str, str], None] = nobody
 
 #: What file systems without locks say.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -101,33 +106,28 @@ def moves_on() -> None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def _before(operation: str, name: str) -> None:
-    if watcher is not None:
-        watcher(operation, name)
-
-
 def change(do: Callable[..., object], *paths: str) -> None:
     """Make, remove or rename what is at some paths.  A new name must be free, or an empty folder."""
-    _before(do.__name__, " -> ".join(map(os.path.basename, paths)))
+    watcher(do.__name__, " -> ".join(map(os.path.basename, paths)))
     do(*paths)
 
 
 def write(path: str, pieces: Iterable[Any]) -> tuple[int, str]:
     """Write a new file and sync it; return its size in bytes and its checksum."""
     checksum, size, name = checksum_of(), 0, os.path.basename(path)
-    _before("create", name)
+    watcher("create", name)
     with os.fdopen(own_files.new_file(path), "wb") as file:
         for piece in pieces:
             view = memoryview(piece).cast("B")
             for start in range(0, len(view), PIECE_BYTES):
                 part = view[start : start + PIECE_BYTES]
                 checksum.update(part)
-                _before("write", name)
+                watcher("write", name)
                 file.write(part)
                 moves_on()
             size += len(view)
         file.flush()
-        _before("fsync", name)
+        watcher("fsync", name)
         os.fsync(file.fileno())
     return size, checksum.hexdigest()
 
@@ -141,7 +141,7 @@ def make_folders(folder: str) -> None:
 
 def sync(folder: str) -> None:
     """Sync the names in a folder to the disk."""
-    _before("fsync", os.path.basename(folder))
+    watcher("fsync", os.path.basename(folder))
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

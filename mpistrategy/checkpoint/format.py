@@ -1,6 +1,6 @@
 """The format of a checkpoint: a manifest, and shards with the arrays.
 
-The manifest is one JSON object on two lines.  The first line has the format and the checksum of the second line, which
+The manifest is two JSON objects, each on a line.  The first one has the format and the checksum of the second, which
 has the rest: the items, the sizes and checksums of the shards, and which bytes belong to which array.  It is written
 last, when all else is complete.  Everything is checked before it is used.  Names of files are made from numbers, so
 that a forged manifest cannot name other files.
@@ -14,9 +14,10 @@ shard has those of equally many ranks, in rank order.  After them it has its par
 These lie one after the other, those of the widest dtypes first, and each shard has an equal part of their bytes, up to
 whole elements.
 
-Plain values are JSON, too: ints of any size, all bits of floats, tuples as tuples.  A type that JSON does not have is
-an object with one key, which names the type; a dict is a list of pairs, so that its keys cannot be mistaken for such a
-name.  The states of NumPy's random generators are such values.  NumPy checks little of a state, so it is checked here.
+Plain values are JSON as Python writes it: ints of any size, all bits of floats, NaN.  Tuples stay tuples.  A type that
+JSON does not have is an object with one key, which names the type; a dict is a list of pairs, so that none of its keys
+is taken for such a name.  The states of NumPy's random generators are such values.  NumPy checks little of a state, so
+it is checked here.
 
 A file may be forged: sizes are checked before memory is allocated for them.
 """
@@ -47,11 +48,12 @@ VERSION = 1
 #: rank, combined on another number of ranks.
 ONE, OWN, ROWS = "one", "own", "rows"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
+#: Kinds of arrays, beside variables and rows.
+ARRAYS = frozenset({"array", "tensor", "scalar"})
 MOST_RANKS = 1_000_000
 #: The most levels of objects.
 DEEPEST = 100
-_HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
-_BODY, _END = b'"body":', b"}\n"
+_HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})"\}\n')
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,8 @@ class Manifest:
 
 def with_head(body: bytes) -> bytes:
     """Return the bytes of a manifest with this JSON."""
-    inner = _BODY + body + _END
-    checksum = checksum_of(inner).hexdigest()
-    return f'{{"format":"mpistrategy checkpoint","version":{VERSION},"checksum":"{checksum}",\n'.encode() + inner
+    checksum = checksum_of(body).hexdigest()
+    return f'{{"format":"mpistrategy checkpoint","version":{VERSION},"checksum":"{checksum}"}}\n'.encode() + body
 
 
 def is_checkpoint(folder: str) -> bool:
@@ -186,10 +187,10 @@ def parse(data: bytes, where: str) -> Manifest:
     version = int(head[1])
     if version != VERSION:
         raise damaged(where, f"format version {version} (this is {VERSION}; another mpistrategy wrote it)")
-    inner = data[head.end() :]
-    if checksum_of(inner).hexdigest().encode() != head[2] or not (inner.startswith(_BODY) and inner.endswith(_END)):
+    text = data[head.end() :]
+    if checksum_of(text).hexdigest().encode() != head[2]:
         raise damaged(where, "a manifest with another checksum than it was written with")
-    body = loads(inner[len(_BODY) : -len(_END)], where)
+    body = loads(text, where)
     try:
         return _manifest(**body)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
@@ -215,8 +216,7 @@ def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, wri
 def _item(kind: Any, copies: Any, dtype: Any, shape: Any, keys: Any, values: Any) -> Item:
     """Return the item of these values."""
     require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
-    require(keys is None or type(keys) is list, "keys")
-    require((kind == ROWS) == (copies == ROWS), "rows")
+    require((kind == ROWS) == (copies == ROWS) and (kind in ARRAYS | {"variable", ROWS}) == bool(dtype), "kinds")
     if dtype:
         elements = dtype_of(dtype)
         require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
@@ -456,12 +456,10 @@ def to_json(value: Any) -> Any:
 
 def _packed(value: Any, depth: int) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, int, float, str):
         return value
-    if kind is float:
-        return {"float": value.hex()}
     if kind is complex:
-        return {"complex": [value.real.hex(), value.imag.hex()]}
+        return {"complex": [value.real, value.imag]}
     if kind is bytes:
         return {"bytes": value.hex()}
     if depth <= _DEEPEST and kind in (list, tuple):
@@ -474,8 +472,7 @@ def _packed(value: Any, depth: int) -> Any:
 
 #: What returns the value, by the type that is named.
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "float": float.fromhex,
-    "complex": lambda parts: complex(*map(float.fromhex, parts)),
+    "complex": lambda parts: complex(*parts),
     "bytes": bytes.fromhex,
     "tuple": lambda items: tuple(map(from_json, items)),
     "dict": lambda pairs: {key: from_json(item) for key, item in pairs},
@@ -488,17 +485,12 @@ def from_json(value: Any) -> Any:
     Raises:
         ValueError, TypeError, KeyError, AttributeError, RecursionError: for JSON that it does not return.
     """
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
         return [from_json(item) for item in value]
     ((kind, inner),) = value.items()
     return _READERS[kind](inner)
-
-
-def below(path: str, key: Any) -> str:
-    """Return the path of the element `key` of the object at `path`."""
-    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
 
 
 # ------------------------------------------------------------------------------------------------ random generators
@@ -543,6 +535,7 @@ def checked_state(generator: AnyGenerator, state: Any, times: int) -> Any:
         ValueError, TypeError, LookupError, OverflowError: as `set_state`.
         AttributeError: for a bit generator that has no other streams.
     """
+    require(isinstance(generator, GENERATORS), "no generator here")
     set_state(copy.deepcopy(generator), state)
     if not times:
         return state

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from mpistrategy import context
 from mpistrategy.checkpoint import files
 from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, checked_path
 from mpistrategy.checkpoint.format import is_checkpoint
@@ -126,10 +125,8 @@ class CheckpointManager(NamesOurs, Settable):
             CheckpointExistsError: on every rank, if the step has a checkpoint, or another job saves here.
             Exception: what `Checkpoint.save` raises, on every rank.
         """
-        strategy = self.checkpoint.strategy
-        context.require_cross_replica(strategy, "CheckpointManager.save")
-        communicator = strategy.extended.communicator
-        with Call(communicator.guard, "CheckpointManager.save", called=name) as call:
+        communicator = self.checkpoint.strategy.extended.communicator
+        with self.checkpoint._call("CheckpointManager.save", name) as call:
             path = self.path_of(step)
             self.checkpoint._wait(call.where)
             call.expect_more()
@@ -157,10 +154,8 @@ class CheckpointManager(NamesOurs, Settable):
             CheckpointMismatchError, ContextError: on every rank.
             CheckpointReadError: on every rank, if the folder is another user's in a folder that everybody can write to.
         """
-        strategy = self.checkpoint.strategy
-        context.require_cross_replica(strategy, "CheckpointManager.restore")
-        communicator = strategy.extended.communicator
-        with Call(communicator.guard, "CheckpointManager.restore", called=name) as call:
+        communicator = self.checkpoint.strategy.extended.communicator
+        with self.checkpoint._call("CheckpointManager.restore", name) as call:
             self.checkpoint._wait(call.where, raises=False)  # the next save, wait or close raises its error
             call.expect_more()
             text = ""

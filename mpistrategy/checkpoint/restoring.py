@@ -37,6 +37,7 @@ from mpistrategy.arrays.foreign import as_tensor, library_of
 from mpistrategy.checkpoint.files import check_is_trusted, damaged, opened, reading
 from mpistrategy.checkpoint.format import (
     ABSENT,
+    ARRAYS,
     COMBINED,
     LENGTH_BYTES,
     LONGEST_TEXT,
@@ -47,7 +48,6 @@ from mpistrategy.checkpoint.format import (
     Item,
     Manifest,
     as_array,
-    below,
     by_width,
     checked_state,
     dtype_of,
@@ -62,9 +62,8 @@ from mpistrategy.checkpoint.format import (
     shard_name,
     shares,
 )
-from mpistrategy.checkpoint.saving import REPLACED, exchange, places
+from mpistrategy.checkpoint.saving import NOTHING, REPLACED, exchange, places
 from mpistrategy.checkpoint.state import (
-    ARRAYS,
     DICTS,
     KEPT,
     REPLACEABLE,
@@ -133,13 +132,13 @@ def restore(objects: dict[str, Any], state: State, path: str, partial: bool, cal
     fit.compare(call.where)
     call.agree("compare a checkpoint with the objects")
     fit.prepare(objects)
-    fit.staged = deliver(source, fit.targets(), call)
+    fit.fetch(call)
     call.expect_more()
     manifest = source.manifest
     objects.update({name: fit.restored(name) for name in manifest.names if name in objects})
     fit.reset()
     call.agree("restore a checkpoint")
-    left_out = tuple(printable(skipped, "") for skipped in sorted(fit.left_out))
+    left_out = tuple(printable(name, "") for name in fit.one_sided)
     notes = _notes(manifest, state.strategy.layout())
     return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, left_out, dict(objects))
 
@@ -154,17 +153,16 @@ class Comparison:
         partial: restore the objects that are on both sides, and leave the others.
 
     Attributes:
-        left_out: with `partial`, the names that are on one side only.
-        staged: the arrays that have come, by path.
+        one_sided: the names that are on one side only.
     """
 
     def __init__(self, source: Reading, state: State, names: Collection[str], partial: bool) -> None:
-        self._source = source
-        self._state = state
+        self._source, self._state, self._is_partial = source, state, partial
         items = source.manifest.items
         self._items = {path: item for path, item in items.items() if path.partition("/")[0] in names}
-        self.left_out: set[str] = {*source.manifest.names} ^ {*names} if partial else set()
-        self.staged: dict[str, Array] = {}
+        self.one_sided: list[str] = sorted({*source.manifest.names} ^ {*names})
+        #: The arrays that have come and go into no variable, by path.
+        self._arrays: dict[str, Array] = {}
         #: The paths right below each path; and the kind of the object there or nearest above that tells its own state.
         self._paths_below: dict[str, list[str]] = defaultdict(list)
         self._inside: dict[str, str] = {"": ""}
@@ -189,18 +187,17 @@ class Comparison:
 
     def _problems(self) -> Iterator[str]:
         """Yield what does not fit; the text may come from a checkpoint."""
-        absent: set[str] = set()
+        saved = self._source.manifest.items
+        for name in () if self._is_partial else self.one_sided:
+            if name in saved:
+                yield f"{name}: {saved[name].kind} in the checkpoint, nothing here"
+            else:
+                yield f"{name}: {self._in_words(name)} here, nothing in the checkpoint"
         for path, own_item in self._state.items.items():
-            above = path.rpartition("/")[0]
-            self._inside.setdefault(path, self._inside[above])
-            is_free = self._inside[above] == "object" or own_item.kind in REPLACEABLE or path in self._state.firsts
-            if path not in self._items and (above in absent or not (above and is_free)):
-                absent.add(path)
-                if above not in absent and path not in self.left_out:
-                    yield f"{path}: {self._in_words(path)} here, nothing in the checkpoint"
-        for name in self._source.manifest.names:
-            if name not in self._items and name not in self.left_out:
-                yield f"{name}: {self._source.manifest.items[name].kind} in the checkpoint, nothing here"
+            inside = self._inside.setdefault(path, self._inside[path.rpartition("/")[0]])
+            is_free = inside == "object" or own_item.kind in REPLACEABLE or path in self._state.firsts
+            if path not in self._items and path.partition("/")[0] in self._items and not is_free:
+                yield f"{path}: {self._in_words(path)} here, nothing in the checkpoint"
         for path, item in self._items.items():
             try:
                 trouble = self._trouble(path, item)
@@ -225,14 +222,9 @@ class Comparison:
             return f"{kind}{shape}{how} in the checkpoint, {self._in_words(path)} here"
         if kind in ARRAYS and isinstance(value, np.ndarray) and not value.flags.writeable:
             return "a read-only array here"
-        if kind == "rng":
-            self._state_of(value, path, item)
-        elif kind == "plain":
-            self._value(path, item)
-        elif not item.is_array:
-            self._below(path, item)
+        content = self._content(path, item)
         if kind == "module":
-            saved, own = ({*items[below(path, "state")].keys} for items in (self._items, self._state.items))
+            saved, own = ({*items[content["state"]].keys} for items in (self._items, self._state.items))
             if saved != own:
                 return f"not in the checkpoint: {sorted(own - saved)}; not in the module here: {sorted(saved - own)}"
         return value._check(self._zero_state(path), self._state.live.get) if kind in KEPT else ""
@@ -241,20 +233,17 @@ class Comparison:
         """Return whether there is an object of this kind, dtype and shape, or a replaceable object."""
         own_item, kind = self._state.items.get(path), item.kind
         here = "" if own_item is None else own_item.kind
-        if item.is_array != (kind in ARRAYS or kind in ("variable", ROWS)):
-            return False
         if value is ABSENT:
             # An optimizer has looked at the variables that it will make.
             is_planned = kind == "variable" and self._inside[path] == "optimizer"
             return is_planned or (kind in REPLACEABLE and here != ROWS) or (kind == ROWS and here in ("", ROWS))
-        if kind in ("variable", ROWS):
-            return here == kind and self._has_layout(path, item)
+        if kind in ("variable", ROWS) or _is_in_place(value):
+            return (here == kind or kind in ARRAYS) and self._has_layout(path, item)
         if kind == "plain" or kind in ARRAYS:
-            is_in_place = _is_in_place(value)
-            return self._has_layout(path, item) if is_in_place else here in REPLACEABLE
+            return here in REPLACEABLE
         if kind == "tuple":
-            names = getattr(value, "_fields", ())
-            return is_tuple(value) and (not names or len(names) == len(self._paths_below[path]))
+            count = len(self._paths_below[path])
+            return is_tuple(value) and len(getattr(value, "_fields", range(count))) == count
         if kind in ("dict", "list"):
             return type(value) in (DICTS if kind == "dict" else (list,))
         return here == kind
@@ -292,29 +281,31 @@ class Comparison:
         is_new = item.kind in REPLACEABLE | {ROWS} and self._inside[path] in _FREE
         return ABSENT if is_new else self._state.live.get(path, ABSENT)
 
-    def _below(self, path: str, item: Item) -> dict[Any, str]:
-        """Return the paths below an item by key; ValueError for more or fewer keys than paths."""
-        paths = self._paths_below[path]
-        keys = ["state"] if item.kind in ("module", "object") else item.keys or range(len(paths))
-        return dict(zip(keys, paths, strict=True))
+    def _content(self, path: str, item: Item) -> Any:
+        """Return what a checkpoint has for this rank, without arrays: the paths below by key, or a value or state.
 
-    def _value(self, path: str, item: Item) -> Any:
-        """Return the plain value of this rank; of another rank if this rank did not save."""
-        return from_json(item.values[0] if item.copies == ONE else self._source.values[path])
+        The value is another rank's if this rank did not save; its generator then gets a new stream.
 
-    def _state_of(self, generator: Any, path: str, item: Item) -> Any:
-        """Return the state of this rank's generator; of a new stream if this rank did not save."""
-        times = self._source.communicator.rank // self._source.manifest.ranks
-        return checked_state(generator, self._value(path, item), 0 if item.copies == ONE else times)
+        Raises:
+            ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError: for what no save wrote.
+        """
+        if item.kind not in ("plain", "rng"):
+            paths = self._paths_below[path]
+            keys = ["state"] if item.kind in ("module", "object") else item.keys or range(len(paths))
+            return dict(zip(keys, paths, strict=True))
+        value = from_json(item.values[0] if item.copies == ONE else self._source.values[path])
+        times = 0 if item.copies == ONE else self._source.communicator.rank // self._source.manifest.ranks
+        return checked_state(self._state.live[path], value, times) if item.kind == "rng" else value
 
     def _zero_state(self, path: str) -> Any:
         """Return the saved state of an object of this package, with zeros in its arrays."""
         item = self._items[path]
         if item.is_array:
             return np.broadcast_to(np.zeros((), dtype_of(item.dtype)), self._shape_of(path, item))
-        if item.kind == "plain":
-            return self._value(path, item)
-        children = {key: self._zero_state(inner) for key, inner in self._below(path, item).items()}
+        content = self._content(path, item)
+        if item.kind in ("plain", "rng"):
+            return content
+        children = {key: self._zero_state(inner) for key, inner in content.items()}
         return [*children.values()] if item.kind == "list" else children
 
     # ------------------------------------------------------------------------------------------- restoring
@@ -327,21 +318,19 @@ class Comparison:
                 value._prepare(self._zero_state(path), state.live.get, state.strategy)
         self._state = State(objects, state.strategy, state.where)
 
-    def targets(self) -> dict[str, tuple[Variable | None, str]]:
-        """Return the variables that arrays go into, and how copies are saved here, by path; None for other arrays."""
-        targets: dict[str, tuple[Variable | None, str]] = {}
+    def fetch(self, call: Call) -> None:
+        """Write arrays into variables; keep the other arrays until objects are made of them.  Collective."""
         for path, item in self._items.items():
             live = self._state.live.get(path)
             if item.kind == "variable" and isinstance(live, Variable) and self._has_layout(path, item):
-                targets[path] = live, self._state.items[path].copies
+                store(live, fetched(self._source, path, self._state.items[path].copies, call))
             elif item.is_array:
-                targets[path] = None, item.copies
-        return targets
+                self._arrays[path] = fetched(self._source, path, item.copies, call)
 
     def reset(self) -> None:
         """Fill the variables of optimizers that the checkpoint does not have."""
         for path, first in self._state.firsts.items():
-            if path not in self._items and self._inside.get(path) in KEPT:
+            if path not in self._items and path.partition("/")[0] in self._items:
                 var = self._state.live[path]
                 store(var, np.full(var.shape, first, var.dtype))
 
@@ -352,13 +341,14 @@ class Comparison:
         if kind == "variable":
             return live
         if item.is_array:
-            return self._restored_array(self.staged.pop(path), item, value, live)
+            return self._restored_array(self._arrays.pop(path), item, value, live)
+        content = self._content(path, item)
         if kind == "plain":
-            return _in_place(self._value(path, item), value)
+            return _in_place(content, value)
         if kind == "rng":
-            set_state(live, self._state_of(live, path, item))
+            set_state(live, content)
             return live
-        children = {key: self.restored(inner) for key, inner in self._below(path, item).items()}
+        children = {key: self.restored(inner) for key, inner in content.items()}
         if kind == "dict":
             return _in_place(children, live.copy() if value is ABSENT and type(live) in DICTS else value)
         if kind == "list":
@@ -447,7 +437,7 @@ class Own:
 
     Attributes:
         data: as given.
-        line: the bytes of the values.
+        end: the bytes of the values and the length: the data of a rank without arrays.
         values: by path; of arrays whose shape may differ between ranks, the shape.
         arrays: by path, in native byte order, not copied where that can be.
 
@@ -457,10 +447,10 @@ class Own:
 
     def __init__(self, data: Array, items: Mapping[str, Item], where: str) -> None:
         self.data = data
-        end = data.size - LENGTH_BYTES
-        begin = end - int.from_bytes(data[max(0, end) :].tobytes(), "little")
-        self.line: Array = data[max(0, begin) : end]
-        self.values: dict[str, Any] = loads(self.line.tobytes(), where)
+        stop = data.size - LENGTH_BYTES
+        begin = stop - int.from_bytes(data[max(0, stop) :].tobytes(), "little")
+        self.end: Array = data[max(0, begin) :]
+        self.values: dict[str, Any] = loads(self.end[:-LENGTH_BYTES].tobytes(), where)
         self.arrays: dict[str, Array] = {}
         start = 0
         try:
@@ -538,72 +528,53 @@ class Reading:
                 for rank in ranks:
                     self.owns[rank] = Own(contents.pop(f"_rank {rank}"), self.manifest.of_each_rank, self.path)
                 for path, data in contents.items():
-                    shape = [data.size // items[path].itemsize]
-                    self.arrays[path, shared[number][path][0]] = as_array(data, items[path].dtype, shape)
+                    self.arrays[path, shared[number][path][0]] = as_array(data, items[path].dtype, [-1])
 
     def tell_owns(self, call: Call) -> None:
         """Make `own_arrays` and `values`.  Collective; the ranks expect one more agreement then."""
-        ranks, manifest, is_same = self.communicator, self.manifest, self.same_ranks
-        own = self.owns.get(ranks.rank) if is_same else None
-        if manifest.own and not (is_same and (self.reader_of == np.arange(ranks.size)).all()):
-            outgoing: list[list[Array]] = [[] for _ in range(ranks.size)]
-            for rank, pieces in enumerate(outgoing):
-                read = self.owns.get(rank % manifest.ranks)
-                if read is not None:
-                    pieces.append(read.data if is_same else read.line)
+        ranks, manifest, received = self.communicator, self.manifest, list[Array]()
+        if manifest.own and not (self.same_ranks and (self.reader_of == np.arange(ranks.size)).all()):
+            read = {rank: own.data if self.same_ranks else own.end for rank, own in self.owns.items()}
+            outgoing = [[read.get(rank % manifest.ranks, NOTHING)] for rank in range(ranks.size)]
             received = exchange(ranks, outgoing, "send what each rank had", call)
-            call.expect_more()
-            data = max(received, key=len)  # the others are empty
-            if is_same:
-                own = Own(data, manifest.of_each_rank, self.path)
-            else:
-                self.values = loads(data.tobytes(), self.path)
         call.expect_more()
+        items = manifest.of_each_rank if self.same_ranks else {}
+        own = Own(max(received, key=len), items, self.path) if received else self.owns.get(ranks.rank)
         if own is not None:
             self.own_arrays, self.values = own.arrays, own.values
 
 
 def arrays_of(path: str) -> dict[str, Array]:
     """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
-    with reading("Checkpoint.arrays", path):
-        source = Reading(Alone(), path, read_text(path))
+    ranks = Alone()
+    with Call(ranks.guard, "Checkpoint.arrays") as call, reading(call.where, path):
+        source = Reading(ranks, path, read_text(path))
         manifest = source.manifest
         source.read_shards(manifest.names)
         source.own_arrays = source.owns[0].arrays if source.owns else {}
         items = {name: item for name, item in manifest.items.items() if item.is_array}
-        arrays = deliver(source, {name: (None, item.copies) for name, item in items.items() if item.copies != OWN})
+        arrays = {name: fetched(source, name, item.copies, call) for name, item in items.items() if item.copies != OWN}
         for name, item in items.items():
             for rank, own in sorted(source.owns.items()) if item.copies == OWN else ():
                 arrays[f"{name}@{rank}"] = own.arrays[name]
     return arrays
 
 
-def deliver(
-    source: Reading, targets: Mapping[str, tuple[Variable | None, str]], call: Call | None = None
-) -> dict[str, Array]:
-    """Write arrays into variables; return the arrays without a variable, by path.  Collective.
+def fetched(source: Reading, path: str, copies: str, call: Call) -> Array:
+    """Return the array of an item, as this rank gets it.  Collective.
 
     Args:
-        source: the checkpoint.
-        targets: by path, the variable or None, and how copies are saved (`Item.copies`) there.
-        call: of several ranks.
+        source, path: the checkpoint, and where the array is in it.
+        copies: how copies are saved (`Item.copies`) there that the array goes to.
+        call: has agreed.
     """
-    ranks, staged = source.communicator, {}
-    for path, (variable, copies) in targets.items():
-        item = source.manifest.items[path]
-        if item.copies == OWN or (source.same_ranks and item.copies == copies in COMBINED):
-            array = source.own_arrays[path]  # this rank gets its own copy back
-        elif item.copies == ROWS:
-            array = _rows(source, path, item, call)
-        else:
-            array = (_total if item.copies in ("SUM", "MEAN") else _copy)(source, path, item)
-            if copies == "SUM":
-                array = share_of(array, ranks.rank, ranks.size)
-        if variable is None:
-            staged[path] = array
-        else:
-            store(variable, array)
-    return staged
+    ranks, item = source.communicator, source.manifest.items[path]
+    if item.copies == OWN or (source.same_ranks and item.copies == copies in COMBINED):
+        return source.own_arrays[path]  # this rank gets its own copy back
+    if item.copies == ROWS:
+        return _rows(source, path, item, call)
+    array = (_total if item.copies in COMBINED else _copy)(source, path, item)
+    return share_of(array, ranks.rank, ranks.size) if copies == "SUM" else array
 
 
 def store(var: Variable, array: Array) -> None:
@@ -614,17 +585,14 @@ def store(var: Variable, array: Array) -> None:
 
 
 def _copy(source: Reading, path: str, item: Item) -> Array:
-    """Return the only copy, or the first rank's, on all ranks; the ranks that have read its parts send them."""
+    """Return the only copy on all ranks; the ranks that have read its parts send them."""
     ranks, parts = source.communicator, source.parts[path]
-    if item.is_of_each_rank:
-        parts = [(int(source.reader_of[0]), 0, item.elements)]
     array = np.empty(item.elements, dtype_of(item.dtype))
     for root, begin, stop in parts:
         if root == ranks.rank:
-            own = item.is_of_each_rank
-            stored = source.owns[0].arrays[path] if own else source.arrays.pop((path, begin))
+            stored = source.arrays.pop((path, begin))
             if len(parts) == 1:
-                array = stored.reshape(-1)  # which need not be copied
+                array = stored  # which need not be copied
             else:
                 array[begin:stop] = stored
         if stop > begin:
@@ -634,19 +602,20 @@ def _copy(source: Reading, path: str, item: Item) -> Array:
 
 @quietly
 def _total(source: Reading, path: str, item: Item) -> Array:
-    """Return the sum or mean of all copies: added in rank order by each reader, then by all."""
+    """Return the sum or mean of all copies, or the first one: added in rank order by each reader, then by all."""
     dtype = wire_dtype(dtype_of(item.dtype))
     if dtype.kind not in "iufc":  # of bools, their number; of the smallest floats
         dtype = np.dtype(np.int32 if dtype.kind == "b" else np.float32)
     total = np.zeros(item.shape, dtype)
-    for _, own in sorted(source.owns.items()):
-        total += own.arrays[path].astype(dtype, copy=False)
+    for rank, own in sorted(source.owns.items()):
+        if rank == 0 or item.copies != "ONLY_FIRST_REPLICA":
+            total += own.arrays[path].astype(dtype, copy=False)
     if total.size:
         source.communicator.allreduce(total.reshape(-1))
     return (total / source.manifest.ranks if item.copies == "MEAN" else total).astype(dtype_of(item.dtype))
 
 
-def _rows(source: Reading, path: str, item: Item, call: Call | None) -> Array:
+def _rows(source: Reading, path: str, item: Item, call: Call) -> Array:
     """Return this rank's part of a global array: the next rows, equally many on each rank but the last ranks."""
     ranks, lengths = source.communicator, np.zeros(source.manifest.ranks, np.int64)
     for saved, own in source.owns.items():

@@ -73,7 +73,7 @@ BYTES_A_WRITER = 2**26
 #: The most writers of a node, and of the job if it has fewer nodes.  There are more where the ranks have too much
 #: per-rank data for one writer to gather.
 MOST_A_NODE, MOST_WRITERS = 8, 1024
-_NOTHING = np.empty(0, np.uint8)
+NOTHING = np.empty(0, np.uint8)
 
 
 class Saving(NotPickled):
@@ -140,24 +140,20 @@ class Saving(NotPickled):
         if self._communicator.rank == 0:
             manifest.text(call.where)  # too much of it is refused here
         call.agree("begin to write")  # no rank starts to write if another cannot
-        self._start(pieces, manifest)
+        if pieces:
+            self._done.clear()
+            try:
+                threading.Thread(target=self._work, args=(pieces, manifest), name=f"checkpoint {self.path}").start()
+            except (RuntimeError, MemoryError):  # no more threads for this user, or no memory for one
+                self._work(pieces, manifest)
+        else:
+            self._written.set()
         if wait:
             self._join(call)
         else:
             atexit.register(self._end_of_program)
             before_abort.append(self._end_of_program)
         return state.by_name(digests)
-
-    def _start(self, pieces: list[Any], manifest: Manifest) -> None:
-        """Write this rank's shard, if it has one, in a thread; at once where none can be started."""
-        if not pieces:
-            self._written.set()
-            return
-        self._done.clear()
-        try:
-            threading.Thread(target=self._work, args=(pieces, manifest), name=f"checkpoint {self.path}").start()
-        except (RuntimeError, MemoryError):  # no more threads for this user, or no memory for one
-            self._work(pieces, manifest)
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
@@ -423,24 +419,22 @@ def places(node_of: Sequence[int], count: int, ranks: int) -> tuple[list[int], A
     return chosen.tolist(), (np.arange(1, ranks + 1) * count - 1) // ranks
 
 
-def exchange(ranks: Ranks, outgoing: Sequence[Sequence[Array]], step: str, call: Call | None) -> list[Array]:
+def exchange(ranks: Ranks, outgoing: Sequence[Sequence[Array]], step: str, call: Call) -> list[Array]:
     """Send bytes to each rank, in pieces; return the bytes that each rank has sent.  Collective.
 
     Args:
         ranks: the ranks.
         outgoing: the pieces, by rank.
         step: the step of the call, in words.
-        call: of several ranks; has agreed, and agrees once more: a rank may have no memory for its part.
+        call: has agreed, and agrees once more: a rank may have no memory for its part.
     """
     sent = np.array([sum(piece.size for piece in pieces) for pieces in outgoing], np.int64)
     counts = np.empty_like(sent)
     ranks.alltoall(sent, counts)
-    if call is not None:
-        call.expect_more()
-    data = np.concatenate([_NOTHING, *(piece for pieces in outgoing for piece in pieces)])
+    call.expect_more()
+    data = np.concatenate([NOTHING, *(piece for pieces in outgoing for piece in pieces)])
     received = np.empty(int(counts.sum()), np.uint8)
-    if call is not None:
-        call.agree(step)
+    call.agree(step)
     ranks.alltoallv(data, sent.tolist(), received, counts.tolist())
     return np.split(received, np.cumsum(counts)[:-1])
 
@@ -458,11 +452,10 @@ def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], l
     call.expect_more()
     block = _own(state, call.where)
     call.agree("take what each rank has")
-    sizes = np.zeros(size if block else 0, np.int64)
-    if block:
-        communicator.allgatherv(np.array([sum(piece.size for piece in block)], np.int64), [1] * size, sizes)
+    sizes = np.empty(size, np.int64)
+    communicator.allgatherv(np.array([sum(piece.size for piece in block)], np.int64), [1] * size, sizes)
     once = sum(state.arrays[path].nbytes for path, item in items.items() if item.is_array and item.copies == ONE)
-    own_bytes = int(sizes.sum())
+    own, own_bytes = sizes.tolist() if block else [], int(sizes.sum())
     count = count_of_writers(communicator.node_of, once + own_bytes, own_bytes)
     writers, shard_of = places(communicator.node_of, count, size)
     blocks: list[Sequence[Array]] = [block if rank == me else () for rank in range(size)]
@@ -473,13 +466,13 @@ def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], l
         blocks = [[data] if data.size else () for data in received]
     call.expect_more()
     if me not in writers:
-        return writers, sizes.tolist(), []
+        return writers, own, []
     contents = {f"_rank {rank}": pieces for rank, pieces in enumerate(blocks) if pieces}
     for path, (begin, stop) in shares(items, count)[writers.index(me)].items():
         array = state.arrays[path]
         is_whole = stop - begin == items[path].elements
         contents[path] = [host_array(array if is_whole else array.reshape(-1)[begin:stop])]
-    return writers, sizes.tolist(), pieces_of(contents)
+    return writers, own, pieces_of(contents)
 
 
 def _own(state: State, where: str) -> list[Array]:

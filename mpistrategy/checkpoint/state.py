@@ -21,6 +21,7 @@ from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign, library_of
 from mpistrategy.checkpoint.format import (
+    ARRAYS,
     DEEPEST,
     GENERATORS,
     NOT_PLAIN,
@@ -28,7 +29,6 @@ from mpistrategy.checkpoint.format import (
     OWN,
     ROWS,
     Item,
-    below,
     dtype_text,
     state_of,
     to_json,
@@ -49,8 +49,7 @@ _ACCEPTED = (
 )
 #: Copies of an item before the ranks have compared them: saved once if they are equal, else once for each rank.
 UNDECIDED = "?"
-#: Kinds of arrays, and kinds that a restore may make anew; objects of other kinds must exist.
-ARRAYS = frozenset({"array", "tensor", "scalar"})
+#: Kinds that a restore may make anew; objects of other kinds must exist.
 REPLACEABLE = frozenset({"plain", "dict", "list", "tuple"}) | ARRAYS
 #: The kinds of objects that tell their own state.
 KEPT = frozenset({"optimizer", "accumulator", "streams", "iterator"})
@@ -215,7 +214,8 @@ class State:
         """Enter an object that only holds other objects."""
         self.items[path] = Item(kind, keys=[*children] if isinstance(children, Mapping) else None)
         for key, child in children.items() if isinstance(children, Mapping) else enumerate(children):
-            self._add(below(path, key), child, owners)
+            name = str(key).replace("~", "~0").replace("/", "~1")  # a path has no other slashes
+            self._add(f"{path}/{name}", child, owners)
 
     def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
@@ -266,21 +266,16 @@ class State:
 
         Objects that change in place, and objects without data, are left out.  All ranks return the same dict.
         """
-        names: dict[str, list[str]] = {}
-        for path in self.items:
-            names.setdefault(path.partition("/")[0], []).append(path)
-        summaries = {}
-        for name, paths in names.items():
-            is_never_written = any(library_of(self.live[path]) in NEVER_WRITTEN for path in paths)
-            kinds = REPLACEABLE | {"object"} if is_never_written else REPLACEABLE
-            is_by_value = all(self.items[path].kind in kinds and self.items[path].copies != OWN for path in paths)
-            if is_by_value and any(self._has_data(path) for path in paths):
-                summaries[name] = _summary([digests[path] for path in paths if path in digests])
-        return summaries
-
-    def _has_data(self, path: str) -> bool:
-        """Return whether there is anything at a path that could change."""
-        return bool(self.arrays[path].size) if path in self.arrays else self.values.get(path) not in _EMPTY
+        found: dict[str, list[int]] = defaultdict(list)
+        of_jax = {path.partition("/")[0] for path, live in self.live.items() if library_of(live) in NEVER_WRITTEN}
+        others = set[str]()
+        for path, item in self.items.items():
+            name = path.partition("/")[0]
+            if item.copies == OWN or item.kind not in (REPLACEABLE | {"object"} if name in of_jax else REPLACEABLE):
+                others.add(name)
+            elif self.arrays[path].size if path in self.arrays else self.values.get(path) not in _EMPTY:
+                found[name].append(digests.get(path, 0))
+        return {name: _summary(numbers) for name, numbers in found.items() if name not in others}
 
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)

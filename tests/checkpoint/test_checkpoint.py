@@ -476,7 +476,7 @@ def test_a_rank_without_memory_for_what_the_ranks_had(
     checkpoint.save(folder / "c")
     with monkeypatch.context() as patch:
         if RANK == SIZE - 1:
-            patch.setattr(saving, "_NOTHING", NoMemory())
+            patch.setattr(saving, "NOTHING", NoMemory())
         found = outcomes(checkpoint.restore, folder / "c")
     assert [outcome.error for outcome in found] == [errors.RemoteError] * (SIZE - 1) + [Exception]
     assert f"rank {SIZE - 1} could not make this call" in found[0].text

@@ -33,7 +33,7 @@ def watched(watcher: Callable[[str, str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        files.watcher = None
+        files.watcher = files.nobody
 
 
 @contextmanager

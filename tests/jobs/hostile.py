@@ -71,7 +71,7 @@ VALUES: list[Callable[[random.Random], Any]] = [
     lambda dice: dice.choice([0, 1, -1, 2, 7, 63, 64, 65, 2**31, 2**32, 2**46, 2**53, 2**63, 2**64, 10**30, 10**400]),
     lambda dice: dice.choice([0.0, -0.5, 1e308, float("inf"), float("nan"), 1.5]),
     lambda dice: dice.choice(["", "x", "/", "../..", "\0", "\x1b[2J", "\u202e", "|O", "<f8", "a" * 5000, "é\ud800"]),
-    lambda dice: dice.choice([None, True, [], {}, [[]], {"a": 1}, [1, 2, 3], {"float": "nan"}, {"dict": [[[], 1]]}]),
+    lambda dice: dice.choice([None, True, [], {}, [[]], {"a": 1}, [1, 2, 3], {"dict": [[[], 1]]}]),
     lambda dice: [0] * dice.choice([1, 64, 65, 10**5]),
     lambda dice: json.loads("[" * (depth := dice.choice([5, 90, 200, 900])) + "]" * depth),
     lambda dice: {str(number): number for number in range(dice.choice([3, 1000]))},
@@ -198,8 +198,8 @@ def draw_from(one: object) -> None:
 
 def body_of(path: Path) -> Any:
     """Return what the manifest in a folder says."""
-    body = (path / NAME).read_bytes().partition(b"\n")[2]
-    return json.loads(body[len(b'"body":') : -len(b"}\n")])
+    _, _, body = (path / NAME).read_bytes().partition(b"\n")
+    return json.loads(body)
 
 
 def write_body(path: Path, content: Any) -> None:
