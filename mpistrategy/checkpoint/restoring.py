@@ -606,7 +606,8 @@ def _total(source: Reading, path: str, item: Item) -> Array:
     dtype = wire_dtype(dtype_of(item.dtype))
     if dtype.kind not in "iufc":  # of bools, their number; of the smallest floats
         dtype = np.dtype(np.int32 if dtype.kind == "b" else np.float32)
-    total = np.zeros(item.shape, dtype)
+    # -0.0: from 0.0 on, a copy's -0.0 would come back as 0.0
+    total = np.negative(np.zeros(item.shape, dtype), out=np.empty(item.shape, dtype))
     for rank, own in sorted(source.owns.items()):
         if rank == 0 or item.copies != "ONLY_FIRST_REPLICA":
             total += own.arrays[path].astype(dtype, copy=False)

@@ -88,7 +88,9 @@ def test_totals_of_on_read_variables(p: int, dtype: str, how: str, data: st.Data
         limits = np.iinfo(dtype)
         numbers: Any = st.integers(int(limits.min), int(limits.max))
     else:
-        numbers = st.booleans() if kind == "b" else st.integers(-1000, 1000).map(lambda number: number / 8)
+        numbers = (
+            st.booleans() if kind == "b" else st.integers(-1000, 1000).map(lambda number: number / 8) | st.just(-0.0)
+        )
     copies = [np.array(data.draw(st.lists(numbers, min_size=3, max_size=3)), dtype) for _ in range(p)]
 
     def make(strategy: ms.Strategy) -> ms.Variable:
@@ -120,6 +122,7 @@ def test_totals_of_on_read_variables(p: int, dtype: str, how: str, data: st.Data
                 wanted = mean if how == "MEAN" else total
                 for copy in found:
                     np.testing.assert_allclose(copy, wanted, rtol=0 if kind != "f" else np.finfo(dtype).eps)
+                    assert how == "MEAN" or copy.tobytes() == wanted.tobytes()  # -0.0 too
         array = ms.Checkpoint.arrays(folder / "c")["v"]
         assert array.dtype == dtype
         rounding = 0 if kind != "f" else 4 * np.finfo(dtype).eps
