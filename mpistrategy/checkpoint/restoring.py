@@ -79,8 +79,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.objects.kept import Kept
 from mpistrategy.objects.text import printable
-from mpistrategy.variables.policies import share_of
-from mpistrategy.variables.variable import Variable
+from mpistrategy.variables.variable import Variable, share_of
 
 #: What is raised over items that no save has written.
 _UNSOUND = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)

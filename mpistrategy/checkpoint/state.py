@@ -228,7 +228,7 @@ class State:
 
     def _copies_of(self, var: Variable) -> str:
         """Return how the ranks' copies of a variable are saved."""
-        is_local = var.strategy.extended._is_local
+        is_local = var.strategy.extended._reducer.is_alone
         if var.strategy is not self.strategy and not is_local and not self.strategy._is_default:
             raise OptionError.at(
                 self.where,
@@ -296,7 +296,7 @@ class State:
         lines = []
         for path, item in self.items.items():
             live, shape = self.live[path], "[any shape]" if item.copies in (UNDECIDED, OWN) else list(item.shape)
-            is_shared = isinstance(live, Variable) and not live.strategy.extended._is_local
+            is_shared = isinstance(live, Variable) and not live.strategy.extended._reducer.is_alone
             who = f" is {live._key}" if is_shared else ""
             lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.keys or ''}")
         return "; ".join(lines)

@@ -31,7 +31,6 @@ from mpistrategy.reduction.inputs import Destination, for_value, resolve, unpack
 from mpistrategy.reduction.plan import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.variables.policies import table_of
 from mpistrategy.variables.variable import Registry, Variable
 
 T = TypeVar("T")
@@ -60,21 +59,18 @@ class StrategyExtended(NotPickled, Settable):
     ) -> None:
         context.check_strategy(container_strategy, "StrategyExtended")
         self.communicator: Ranks = communicator or Alone()
-        reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
-        #: Whether variables belong to this rank alone (one replica, no synchronization).
-        self._is_local: bool = reducer.is_alone
-        table = table_of(is_local=self._is_local, is_default=container_strategy._is_default)
-        self._belong_to(container_strategy, reducer, Registry(reducer, table))
+        algorithm, defaults = cross_device_ops or MpiAllReduce(), options or CommunicationOptions()
+        self._belong_to(container_strategy, Reducer(self.communicator, algorithm, defaults))
         context.note_strategy(container_strategy, self.communicator)
         #: How many datasets of global batches were distributed.
         self._datasets_made = 0
 
-    def _belong_to(self, strategy: Any, reducer: Reducer, registry: Registry) -> None:
+    def _belong_to(self, strategy: Any, reducer: Reducer) -> None:
         self._container_strategy = strategy
         #: Reduces the values of this strategy.
         self._reducer: Reducer = reducer
         self._reducer.entered = self._entered
-        self._registry = registry
+        self._registry = Registry(reducer)
         self._default_replica_context: ReplicaContext = ReplicaContext(strategy, self.communicator.rank)
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
         self._bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
@@ -84,9 +80,9 @@ class StrategyExtended(NotPickled, Settable):
 
     def _copy_for(self, container_strategy: Any) -> Self:
         """Return a copy for another strategy: the ranks and the algorithm are shared, the variables are not."""
-        result, reducer = object.__new__(type(self)), self._reducer.copy()
+        result = object.__new__(type(self))
         vars(result).update(vars(self))
-        result._belong_to(container_strategy, reducer, self._registry.copy_for(reducer))
+        result._belong_to(container_strategy, self._reducer.copy())
         return result
 
     # -------------------------------------------------------------------------------------------- settings
