@@ -1,4 +1,4 @@
-"""Strategy: the object that a program holds, and the default strategy."""
+"""Strategy: the object that a program holds, the default strategy, and the functions that return this thread's."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ from mpistrategy.reduction.reducer import General, Reduce
 from mpistrategy.reduction.transfer import finish
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.random_streams import Streams
+from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.variable import Variable
 
 T = TypeVar("T")
@@ -740,6 +741,47 @@ class _DefaultStrategy(Strategy):
 
 
 context.default_strategy.append(cache(_DefaultStrategy))
+
+
+# ------------------------------------------------------------------------- the strategy and the context of this thread
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
+    return context.current_strategy()  # type: ignore[no-any-return]
+
+
+def strategy_for(strategy: Strategy | None, where: str) -> Strategy:
+    """Return `strategy`, or for None `get_strategy()`; warn where that leaves out the other ranks."""
+    resolved = get_strategy() if strategy is None else strategy
+    context.check_strategy(resolved, where)
+    if strategy is None:
+        context.warn_if_alone(resolved, where)
+    return resolved
+
+
+def has_strategy() -> bool:
+    """Return whether this thread is in the scope, a step function or an update of another than the default strategy."""
+    frame = context.current_frame()
+    return frame is not None and not frame.strategy._is_default
+
+
+def get_replica_context() -> ReplicaContext:
+    """Return the ReplicaContext of this thread; None in cross-replica and update context.
+
+    (Its type leaves None out, so that step functions need not check for it.)
+
+    Outside every strategy it is the context of the default strategy, which has one replica.  Its reductions and gathers
+    stay on this rank, with an OutsideStepWarning once a strategy of several ranks was made.
+    """
+    frame = context.current_frame()
+    return frame.replica_context if frame else get_strategy().extended._default_replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether this thread is in cross-replica (or update) context."""
+    frame = context.current_frame()
+    return frame is not None and frame.mode is not context.Mode.REPLICA
 
 
 # ----------------------------------------------------------------------------------------------- reduce along an axis

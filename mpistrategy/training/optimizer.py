@@ -30,8 +30,7 @@ from mpistrategy.objects.settings import Settable, Setting, checked_count, check
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.schedules import Schedule
-from mpistrategy.strategy.current import get_strategy
-from mpistrategy.strategy.strategy import is_mirrored
+from mpistrategy.strategy.strategy import get_strategy, is_mirrored
 from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.formulas import Kernel
