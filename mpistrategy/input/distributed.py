@@ -17,7 +17,7 @@ from mpistrategy.input.first_batches import FirstBatches
 from mpistrategy.input.iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.settings import NotPickled
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")

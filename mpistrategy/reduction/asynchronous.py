@@ -34,8 +34,8 @@ from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, chosen_path
 from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.mpi.over_mpi.background import Background, background_of
-from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
+from mpistrategy.objects.settings import NotPickled
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import EVERY_RANK, check_order, leaves_like

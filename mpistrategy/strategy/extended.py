@@ -22,9 +22,8 @@ from mpistrategy.mpi.contract import call_sites, observers
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
-from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Settable, checked_type
+from mpistrategy.objects.settings import NotPickled, Settable, checked_type
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.inputs import Destination, for_value, resolve, unpacked, unwrapped

@@ -70,9 +70,8 @@ from mpistrategy.input.options import InputContext, InputOptions
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.other_names import NamesOurs
-from mpistrategy.objects.settings import Fixed, checked_type, one_of
+from mpistrategy.objects.settings import Fixed, NotPickled, checked_type, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
