@@ -1,39 +1,64 @@
-"""Arrays of every kind, used as NumPy's or CuPy's arrays: the only module that knows all kinds.
+"""Arrays of every kind, used as NumPy's or CuPy's arrays: the only module that knows all kinds and libraries.
 
 An array on the host is used as an ndarray.  An array in GPU memory, of whatever library, is used as a CuPy array.  Both
-share the memory of the original where that is possible, and results are returned in the kind of the input.
+share the memory of the original where that is possible, and results are returned in the kind of the input.  Neither
+torch nor JAX is imported here: a caller who passes its array has imported it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, span
-from mpistrategy.arrays.foreign import (
-    as_kind_of,
-    closed_to,
-    is_foreign,
-    is_in_gpu_memory,
-    library_of,
-    on_host,
-    unmarked,
-)
-from mpistrategy.arrays.gpu import check_device, cupy_for, is_cupy, to_host
+from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, is_cupy, to_host
 from mpistrategy.errors import DTypeError, LeafError, ShapeError
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
-if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import DeviceArray
-
-#: The libraries whose arrays are never written.
-NEVER_WRITTEN = ("jax", "jaxlib")
-_REDUCIBLE_KINDS = "iufc"
-_NOT_FOREIGN = ("builtins", "numpy")
+#: The names of libraries, by the first part of the module of their arrays.
+_LIBRARIES = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 _ON_HOST: AbstractContextManager[Any] = nullcontext()
 _CONVERT = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gather take any dtype of fixed size."
+
+
+def library_of(value: object) -> str:
+    """Return the library of the type of `value`; of a derived class, the library of its base."""
+    kind: Any = type(value)
+    return _library_of(kind)
+
+
+@lru_cache(maxsize=512)
+def _library_of(kind: type) -> str:
+    roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    return next((_LIBRARIES[root] for root in roots if root in _LIBRARIES), roots[0])
+
+
+def is_foreign(value: object) -> bool:
+    """Return whether `value` is an array of another library than NumPy, on the host or on a GPU; or anything of JAX's.
+
+    NumPy cannot read all values of JAX: see `without_data`.
+    """
+    kind = type(value)  # variables and containers have __dlpack__, too, and a _contribution that returns their array
+    if issubclass(kind, (np.ndarray, np.generic)) or hasattr(kind, "_contribution"):
+        return False
+    return hasattr(kind, "__dlpack__") or library_of(value) == "jax"
+
+
+def is_in_gpu_memory(value: Any) -> bool:
+    """Return whether a value of another library than CuPy is an array in GPU memory."""
+    if library_of(value) == "torch":  # its interface raises for tensors that require gradients
+        return bool(getattr(value, "is_cuda", False))
+    try:
+        has_interface = hasattr(value, "__cuda_array_interface__")
+        return has_interface or (is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY)
+    except Exception:  # libraries raise errors of many types; `on_host` tells them
+        return False
 
 
 def is_on_device(value: object) -> bool:
@@ -59,7 +84,7 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
         DTypeError: for dtypes with Python objects in their fields.
     """
     leaf = f"leaf {path}" if path else name
-    if type(value).__module__ not in _NOT_FOREIGN and (is_on_device(value) or is_foreign(value)):
+    if type(value).__module__ not in ("builtins", "numpy") and (is_on_device(value) or is_foreign(value)):
         value = host_array(value, where, path)
     if isinstance(value, np.ma.MaskedArray):
         fix = "Pass x.filled(0): masks are not sent."
@@ -90,7 +115,7 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
         array = array_where_it_is(value, where, path)
     dtype = array.dtype
     numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
-    if (dtype.kind in _REDUCIBLE_KINDS and numpys_own) or is_bfloat16(dtype):
+    if (dtype.kind in "iufc" and numpys_own) or is_bfloat16(dtype):
         return array
     found = f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}"
     raise DTypeError.at(where, found=found, expected="a numeric dtype (integer, float or complex)", fix=_CONVERT)
@@ -139,7 +164,7 @@ def as_target(target: Any, where: str, name: str) -> Any:
     array: Any = None
     if isinstance(target, np.ndarray):
         array = target if target.flags.writeable else None
-    elif library_of(target) == "torch" or (is_on_device(target) and library_of(target) not in NEVER_WRITTEN):
+    elif library_of(target) == "torch" or (is_on_device(target) and library_of(target) != "jax"):
         array = array_where_it_is(target, where, name)
     # Elements that share memory, as after ``broadcast_to``; NumPy makes such arrays read-only.
     is_repeated = (
@@ -241,3 +266,91 @@ def check_places(arrays: Sequence[Any], where: str) -> None:
         kinds = ["in GPU memory" if is_on_device(array) else "on the host" for array in arrays]
         raise ShapeError.at(where, found=f"an array {kinds[-1]}", expected=f"one {kinds[0]}, as the value is")
     check_device(arrays, None, where)
+
+
+# ----------------------------------------------------------------------------- arrays of torch, JAX and other libraries
+
+
+def unmarked(value: Any) -> Any:
+    """Return an array that other libraries can read: a torch tensor detached, with lazy conj and neg resolved."""
+    return value.detach().resolve_conj().resolve_neg() if library_of(value) == "torch" else value
+
+
+def on_host(value: Any, where: str, path: str = "") -> Array:
+    """Return an array of another library on the host as an ndarray; the same memory where possible.
+
+    Raises:
+        LeafError: for arrays that NumPy cannot read: sparse arrays, arrays without data or on several hosts.
+        ContextError: for JAX's values in a function that it traces.
+    """
+    try:
+        value = unmarked(value)
+        if library_of(value) == "torch" and value.dtype is sys.modules["torch"].bfloat16:
+            from ml_dtypes import bfloat16  # NumPy has none of its own
+
+            bits: Array = value.view(sys.modules["torch"].int16).numpy()
+            return bits.view(bfloat16)
+        array: Array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    except Exception as error:  # libraries raise errors of many types
+        if library_of(value) == "jax":
+            refuse_in_jax_trace(where)
+        found = closed_to("NumPy", value, path, error)
+        failure = LeafError.at(where, found=found, expected="a dense array")
+        raise without_data(value, where, path) or failure from error
+    return array
+
+
+def without_data(value: Any, where: str, path: str = "") -> LeafError | None:
+    """Return the error for a value of JAX's that NumPy cannot read: traced, keys, or donated; None for others."""
+    if library_of(value) != "jax" or isinstance(value, np.ndarray):
+        return None
+    leaf = f" at leaf {path}" if path else ""
+    if isinstance(value, sys.modules["jax"].core.Tracer):
+        found = f"a value{leaf} of a function that JAX has traced, which stands for no numbers"
+        fix = "Return it from the function, and pass what the compiled function returns."
+    elif not hasattr(value, "__dlpack__"):
+        found = f"{type(value).__name__}{leaf}, of dtype {getattr(value, 'dtype', None)}, which NumPy cannot read"
+        fix = "Of random keys pass jax.random.key_data(keys), and give the result to jax.random.wrap_key_data."
+    elif value.is_deleted():
+        found = f"a JAX array{leaf} that was donated to a compiled function, or deleted"
+        fix = "Pass what the function returned in its place, or leave it out of donate_argnums."
+    else:
+        return None
+    return LeafError.at(where, found=found, expected="an array with its data on this rank", fix=fix)
+
+
+def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
+    """Return the text that a library cannot read a leaf."""
+    reason = str(error).strip().partition("\n")[0]
+    leaf = f"at leaf {path} " if path else ""
+    return f"{type(value).__module__}.{type(value).__name__} {leaf}that {library} cannot read ({reason})"
+
+
+def as_kind_of(result: Any, like: Any) -> Any:
+    """Return a NumPy or CuPy result as an array of the library of `like`; unchanged for unknown libraries."""
+    library = library_of(like)
+    if library == "torch":
+        return as_tensor(result)
+    return in_jax(result) if library == "jax" and library in sys.modules else result
+
+
+def as_tensor(result: Any) -> Any:
+    """Return a NumPy or CuPy array as a tensor; unchanged before torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return result
+    if not isinstance(result, np.ndarray):
+        return torch.from_dlpack(result)
+    if not result.flags.writeable:
+        result = result.copy()
+    if is_bfloat16(result.dtype):
+        return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(result)
+
+
+def in_jax(result: Any) -> Any:
+    """Return a NumPy or CuPy array as a JAX array; of the same memory where that is possible: nobody else has it."""
+    jax: Any = sys.modules["jax"]
+    if isinstance(result, np.ndarray) and (result.dtype.isbuiltin != 1 or not result.flags.writeable):
+        return jax.numpy.asarray(result)  # DLPack knows neither bfloat16 nor float8 nor int4
+    return jax.dlpack.from_dlpack(result)

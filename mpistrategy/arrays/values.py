@@ -21,11 +21,13 @@ from mpistrategy.arrays.convert import (
     as_device_array,
     copy_of,
     host_array,
+    in_jax,
+    is_in_gpu_memory,
     is_on_device,
+    library_of,
     like_given,
 )
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import in_jax, is_in_gpu_memory, library_of
 from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
+from mpistrategy.arrays.convert import host_array, is_foreign, is_on_device, library_of
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import is_foreign, library_of
 from mpistrategy.checkpoint.format import (
     DEEPEST,
     GENERATORS,
@@ -271,7 +270,7 @@ class State:
             names.setdefault(path.partition("/")[0], []).append(path)
         summaries = {}
         for name, paths in names.items():
-            is_never_written = any(library_of(self.live[path]) in NEVER_WRITTEN for path in paths)
+            is_never_written = any(library_of(self.live[path]) == "jax" for path in paths)
             kinds = REPLACEABLE | {"object"} if is_never_written else REPLACEABLE
             is_by_value = all(self.items[path].kind in kinds and self.items[path].copies != OWN for path in paths)
             if is_by_value and any(self._has_data(path) for path in paths):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpistrategy.arrays.foreign import without_data
+from mpistrategy.arrays.convert import without_data
 from mpistrategy.errors import LeafError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import Op

@@ -21,6 +21,7 @@ from mpistrategy.arrays.convert import (
     as_device_array,
     copy_of,
     host_array,
+    is_foreign,
     is_on_device,
     may_share_memory,
     on_device_of,
@@ -29,7 +30,6 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, quietly, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import (
     ArrayLike,
