@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from mpistrategy.reduction.inputs import Destination, for_value, resolve, unpack
 from mpistrategy.reduction.plan import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.variables.variable import Registry, Variable
+from mpistrategy.variables.variable import Variable
 
 T = TypeVar("T")
 
@@ -69,7 +69,11 @@ class StrategyExtended(NotPickled, Settable):
         #: Reduces the values of this strategy.
         self._reducer: Reducer = reducer
         self._reducer.entered = self._entered
-        self._registry = Registry(reducer)
+        #: The variables that are still in use on this rank, by number, in order of creation; weak, so that they can be
+        #: collected.  A number means the same variable on all ranks, whose dictionaries may differ.
+        self._variables: WeakValueDictionary[int, Variable] = WeakValueDictionary()
+        #: How many have been created; the same on every rank.
+        self._variables_made = 0
         self._default_replica_context: ReplicaContext = ReplicaContext(strategy, self.communicator.rank)
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
         self._bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
@@ -427,9 +431,7 @@ class _ReduceTo(AllReduce):
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
         leaves = nest.leaves_of(value)
-        if leaves is None or leaves.structure is nest.LEAF:
-            return leaves and leaves._replace(structure=replace(nest.LEAF, text=""))
-        return None if _leaves_of(value)[1] is nest.LEAF else leaves
+        return leaves if leaves is None or leaves.structure == _leaves_of(value)[1] else None
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the result."""
@@ -442,7 +444,8 @@ class _ReduceTo(AllReduce):
             if isinstance(value, Arena):
                 where = value._destination(out, call.where)
                 return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
-            if _leaves_of(value)[1] is nest.LEAF:
+            call.structure = _leaves_of(value)[1].text
+            if call.structure == nest.LEAF.text:
                 return algorithm.reduce(self.argument, value, out, self.merged_options)
             return self.batch(call, [(value, out)])[0]
 

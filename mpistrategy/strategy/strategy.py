@@ -472,8 +472,8 @@ class Strategy(NotPickled, NamesOurs):
         extended, communicator = self.extended, self.extended.communicator
         with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
             if variables is None:
-                variables_by_number = {number: var for number, var in extended._registry.alive() if is_mirrored(var)}
-                call.structure = f"all of {extended._registry.made} variables"
+                variables_by_number = {number: var for number, var in extended._variables.items() if is_mirrored(var)}
+                call.structure = f"all of {extended._variables_made} variables"
             else:
                 variables_by_number = dict(enumerate(_mirrored_in(extended, variables, call.where)))
                 call.structure = ", ".join(var._key for var in variables_by_number.values())

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -172,7 +171,7 @@ class Write:
                 storage[places] = placed_as(rows, storage)
             else:
                 SPARSE[self.method](storage, host_array(change.indices), host_array(change.values))
-        guard = self.variable._registry.communicator.guard
+        guard = self.variable._reducer.communicator.guard
         guard.wait_for_gpu(event_of_reads([local_component(self.value)]))
 
 
@@ -192,48 +191,6 @@ class Policy(NamedTuple):
     add: Callable[[Write], None]
     scatter_add: Callable[[Write], None]
     scatter_set: Callable[[Write], None]
-
-
-class Registry:
-    """The variables of one strategy: their numbers, names and memory.
-
-    Attributes:
-        reducer: reduces them.
-        communicator: its ranks.
-        made: how many have been created; the same on every rank.
-    """
-
-    def __init__(self, reducer: Reducer) -> None:
-        self.reducer = reducer
-        self.communicator: Ranks = reducer.communicator
-        self.made: int = 0
-        # By number; weak, so a variable can be collected.
-        self._alive: WeakValueDictionary[int, Variable] = WeakValueDictionary()
-
-    def alive(self) -> list[tuple[int, Variable]]:
-        """Return the variables that are still in use on this rank, with their numbers, in order of creation.
-
-        A number means the same variable on all ranks.  The ranks' lists may differ: garbage is collected at any time.
-        """
-        return sorted(self._alive.items(), key=lambda item: item[0])
-
-    def add(self, variable: Variable) -> None:
-        """Record a variable, after all ranks have created it: a refused creation must leave the numbers equal."""
-        self._alive[self.made] = variable
-        self.made += 1
-
-    def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
-        """Return GPU memory for a variable; None for a variable on the host.
-
-        Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
-        and each read would wait for the GPU.
-        """
-        index = gpu_of(self.communicator.devices, self.communicator.rank)
-        if not shape or index is None:
-            return None
-        cupy = cupy_for("a variable on a GPU")
-        with cupy.cuda.Device(index):
-            return cupy.empty(shape, dtype)
 
 
 class Variable(ArrayLike, Settable, Reducible[Array]):
@@ -296,21 +253,22 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         aggregation: Aggregation = VariableAggregation.NONE,
     ) -> None:
         self.strategy = strategy = context.current_strategy()
-        #: The variables of the strategy, with this one.
-        self._registry: Registry = strategy.extended._registry
-        registry, communicator = self._registry, self._registry.communicator
+        extended = strategy.extended
+        #: Reduces the replicas' values.
+        self._reducer: Reducer = extended._reducer
+        communicator, is_alone = self._reducer.communicator, self._reducer.is_alone
         with Call(communicator.guard, "Variable") as call:
             self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
             sync_mode = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
             _check_place(sync_mode, self.aggregation)
-            if sync_mode is VariableSynchronization.NONE and not registry.reducer.is_alone:
+            if sync_mode is VariableSynchronization.NONE and not is_alone:
                 raise OptionError.at(
                     "Variable",
                     found=f"synchronization={sync_mode.name} in the scope of a strategy of several replicas",
                     expected="AUTO, ON_WRITE or ON_READ",
                     fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
                 )
-            is_chosen = sync_mode is VariableSynchronization.AUTO and not registry.reducer.is_alone
+            is_chosen = sync_mode is VariableSynchronization.AUTO and not is_alone
             self.synchronization = VariableSynchronization.ON_WRITE if is_chosen else sync_mode
             self.trainable = sync_mode is not VariableSynchronization.ON_READ if trainable is None else trainable
             checked_type("Variable", "name", name, (str, type(None)), "a string")
@@ -321,16 +279,16 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
-            if not registry.reducer.is_alone and may_differ(value):
+            if not is_alone and may_differ(value):
                 raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
-            may_be_mean = self.aggregation is VariableAggregation.MEAN and not registry.reducer.is_alone
+            may_be_mean = self.aggregation is VariableAggregation.MEAN and not is_alone
             variable_dtype = _checked_dtype(array.dtype if dtype is None else dtype, may_be_mean)
             if array.dtype != variable_dtype:
                 array = converted(
                     host_array(array), variable_dtype, f"Variable {own_name!r} with dtype={dtype_name(variable_dtype)}"
                 )
-            on_device = registry.device_memory(variable_dtype, array.shape)
+            on_device = _device_memory(communicator, variable_dtype, array.shape)
             call.agree(
                 "create",
                 op=f"{self.synchronization.name}/{self.aggregation.name}",
@@ -351,7 +309,8 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
                 with on_device.device:
                     storage[...] = root_value
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
-        self.name = f"Variable_{registry.made}" if name is None else name
+        number = extended._variables_made
+        self.name = f"Variable_{number}" if name is None else name
         #: This replica's copy, which optimizers and checkpoints also change in place.
         self._storage: Array = storage
         #: The position in memory that the ranks of a node share; None for memory that is not shared.
@@ -361,8 +320,9 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
             view.flags.writeable = False
         self._policies: dict[Mode, Policy] = _policies_of(self)
         #: Names this variable when ranks compare their calls; names need not be unique.
-        self._key: str = f"{self.name} (variable {registry.made})"
-        registry.add(self)
+        self._key: str = f"{self.name} (variable {number})"
+        extended._variables[number] = self
+        extended._variables_made = number + 1
 
     __hash__ = object.__hash__  # by identity: a variable may be a key, although == compares elements
 
@@ -390,7 +350,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         return self.local_view
 
     def _may_differ(self) -> bool:
-        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._registry.reducer.is_alone
+        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._reducer.is_alone
         return own_copies and self._policy("reading a variable").read is own
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -525,7 +485,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
 
     def _refuse_drift(self, value: Any, where: str) -> None:
         """Raise OptionTypeError for a value that may differ by replica, if the copies are to stay equal."""
-        kept_equal = self.synchronization is VariableSynchronization.ON_WRITE and not self._registry.reducer.is_alone
+        kept_equal = self.synchronization is VariableSynchronization.ON_WRITE and not self._reducer.is_alone
         if kept_equal and may_differ(value):
             raise differing(where, f"the copies of the ON_WRITE variable {self.name!r} are equal")
 
@@ -533,7 +493,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         frame = context.current_frame()
         if frame is None or (frame.strategy._is_default and self.strategy is not frame.strategy):
             return self._policies[Mode.CROSS_REPLICA]
-        if not self._registry.reducer.is_alone:
+        if not self._reducer.is_alone:
             context.require_same_strategy(frame, self.strategy, where)
         return self._policies[frame.mode]
 
@@ -698,7 +658,7 @@ def read_together(variables: Sequence[Variable], called: str | None) -> list[Arr
 
 
 def _sums_of(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    reducer, op = variables[0]._registry.reducer, _REDUCE_OPS[variables[0].aggregation]
+    reducer, op = variables[0]._reducer, _REDUCE_OPS[variables[0].aggregation]
     names = ", ".join([variable._key for variable in variables])
     with Call(reducer.communicator.guard, "reading a variable", called, names) as call:
         return reducer.all_reduce_arrays(call, op, [variable.local_view for variable in variables])
@@ -706,8 +666,8 @@ def _sums_of(variables: Sequence[Variable], called: str | None) -> list[Array]:
 
 def first(variable: Variable, called: str | None) -> Array:
     """Return replica 0's copy.  Collective."""
-    with Call(variable._registry.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
-        value: Array = broadcast(variable._registry.communicator, [variable.local_view], 0, call)[0]
+    with Call(variable._reducer.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
+        value: Array = broadcast(variable._reducer.communicator, [variable.local_view], 0, call)[0]
         return value
 
 
@@ -741,7 +701,7 @@ def _together(combine: Callable[[Write, Call, Any], Any]) -> Callable[[Write], N
 
     def write_together(write: Write) -> None:
         variable = write.variable
-        with Call(variable._registry.communicator.guard, write.where, write.called, variable._key) as call:
+        with Call(variable._reducer.communicator.guard, write.where, write.called, variable._key) as call:
             write.apply(combine(write, call, write.checked()))
 
     return write_together
@@ -752,7 +712,7 @@ def combined(write: Write, call: Call, own_value: Any) -> Any:
     """All replicas write the sum or the mean of their values.  Collective."""
     variable, op = write.variable, _REDUCE_OPS[write.variable.aggregation]
     if not isinstance(own_value, IndexedSlices):
-        return variable._registry.reducer.all_reduce_arrays(call, op, [own_value])[0]
+        return variable._reducer.all_reduce_arrays(call, op, [own_value])[0]
     value = PerReplica((own_value,))
     with context.cross_replica(variable.strategy):
         return local_component(variable.strategy.extended.reduce_to(op, value, value))
@@ -761,7 +721,7 @@ def combined(write: Write, call: Call, own_value: Any) -> Any:
 @_together
 def replica_0s(write: Write, call: Call, own_value: Any) -> Any:
     """All replicas write replica 0's value.  Collective."""
-    variable, communicator = write.variable, write.variable._registry.communicator
+    variable, communicator = write.variable, write.variable._reducer.communicator
     if not isinstance(own_value, IndexedSlices):
         return broadcast(communicator, [own_value], 0, call)[0]
     call.expect_more()
@@ -794,7 +754,7 @@ alike: Callable[[Write], None] = _together(_agreed)
 @_together
 def shared(write: Write, call: Call, own_value: Any) -> Any:
     """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
-    communicator = write.variable._registry.communicator
+    communicator = write.variable._reducer.communicator
     part = share_of(host_array(own_value), communicator.rank, communicator.size)
     return _agreed(write, call, placed_as(part, own_value))
 
@@ -901,7 +861,7 @@ LOCAL = Policy(own, alone, alone, alone, alone)
 
 
 def _policies_of(variable: Variable) -> dict[Mode, Policy]:
-    if not variable._registry.reducer.is_alone:
+    if not variable._reducer.is_alone:
         return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}
     policies = dict.fromkeys(Mode, LOCAL)
     if variable.strategy._is_default and variable.synchronization is VariableSynchronization.ON_READ:
@@ -910,6 +870,21 @@ def _policies_of(variable: Variable) -> dict[Mode, Policy]:
 
 
 # ------------------------------------------------------------------------------------------------ their memory
+
+
+def _device_memory(communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
+    """Return GPU memory for a variable; None for a variable on the host.
+
+    Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
+    and each read would wait for the GPU.
+    """
+    index = gpu_of(communicator.devices, communicator.rank)
+    if not shape or index is None:
+        return None
+    cupy = cupy_for("a variable on a GPU")
+    with cupy.cuda.Device(index):
+        return cupy.empty(shape, dtype)
+
 
 #: The first slab is small: many strategies have few small variables.  Each later slab is twice as large, up to a limit,
 #: since each slab costs an open file.
