@@ -113,18 +113,6 @@ class ArrayLike(NDArrayOperatorsMixin):
             raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
         return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """The memory of a value on the host, for libraries that share it; read-only where the value is."""
-        value = self._lasting_value()
-        if type(value) is not np.ndarray or value.dtype.isbuiltin != 1:  # other values are converted by __array__
-            raise AttributeError("__array_interface__")
-        return value.__array_interface__
-
-    def _lasting_value(self) -> Any:
-        """Return the value if its memory lives as long as this object; None else."""
-        return self._read()
-
     def __dlpack__(self, **options: Any) -> Any:
         """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""
         return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})

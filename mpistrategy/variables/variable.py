@@ -400,10 +400,6 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     def _read(self, name: str | None = None) -> Array:
         return self._policy("reading a variable").read(self, name)
 
-    def _lasting_value(self) -> Any:
-        # The value of an ON_READ variable may be a sum that nothing holds.
-        return None if self.synchronization is VariableSynchronization.ON_READ else self._read()
-
     def _array(self, name: str) -> Array:
         # A method that communicated would hang a program that calls it on one rank, as it may with an array.
         if self._policy(f"Variable.{name}").read is not own:
