@@ -2,29 +2,55 @@
 
 An array on the host is used as an ndarray.  An array in GPU memory, of whatever library, is used as a CuPy array.  Both
 share the memory of the original where that is possible, and results are returned in the kind of the input.  Neither
-torch nor JAX is imported here: a caller who passes its array has imported it.
+torch nor JAX is imported here: a caller who passes its array has imported it.  CuPy is imported for their arrays in GPU
+memory, never for arrays on the host.
+
+All work with CuPy's arrays follows the order of CuPy's current stream: a call reads after the work put on it before the
+call, and work put on it after the call sees the result.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, span
-from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, is_cupy, to_host
-from mpistrategy.errors import DTypeError, LeafError, ShapeError
+from mpistrategy.errors import DeviceError, DTypeError, LeafError, ShapeError, UnsupportedError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
+#: A cupy.ndarray; types cannot be checked without CuPy.
+DeviceArray: TypeAlias = Any
+
+#: CUDA's handles up to this one are default streams; the legacy one must not be queried during a capture.
+_DEFAULT_STREAMS = 2
+#: The place of an array in comparisons, after its dtype.
+ON_A_GPU = " on a GPU"
+#: CuPy's types for memory of cudaMalloc.
+_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
+_INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
 #: The names of libraries, by the first part of the module of their arrays.
 _LIBRARIES = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 _ON_HOST: AbstractContextManager[Any] = nullcontext()
 _CONVERT = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gather take any dtype of fixed size."
+
+
+def is_cupy(value: object) -> bool:
+    """Return whether `value` is a CuPy array, without importing CuPy."""
+    kind: Any = type(value)
+    return _is_of_cupy(kind)
+
+
+@lru_cache(maxsize=256)  # a step asks for all of its arrays
+def _is_of_cupy(kind: Any) -> bool:
+    return bool(kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__"))
 
 
 def library_of(value: object) -> str:
@@ -266,6 +292,111 @@ def check_places(arrays: Sequence[Any], where: str) -> None:
         kinds = ["in GPU memory" if is_on_device(array) else "on the host" for array in arrays]
         raise ShapeError.at(where, found=f"an array {kinds[-1]}", expected=f"one {kinds[0]}, as the value is")
     check_device(arrays, None, where)
+
+
+# ------------------------------------------------------------------------------------------------------ CuPy's arrays
+
+
+def own_result(array: Any, out: Any) -> Any:
+    """Return an array in GPU memory that is its own result, and can be reduced in place; else None.
+
+    It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
+    """
+    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
+    fits = same and array.flags.c_contiguous and out.flags.c_contiguous
+    return array if fits and type(array.data.mem).__name__ in _CUDA_MALLOC else None
+
+
+def cupy_for(where: str) -> Any:
+    """Return the package cupy.
+
+    Raises:
+        UnsupportedError: when it cannot be imported.
+    """
+    try:
+        import cupy
+    except Exception as error:  # a missing package, or a CuPy for another CUDA: errors of many types
+        raise UnsupportedError.at(
+            where, found=f"an array in GPU memory, and no working CuPy ({error})", expected="CuPy", fix=_INSTALL
+        ) from error
+    return cupy
+
+
+def by_value(argument: Array) -> Array:
+    """Return an argument of a kernel as one element of bytes, which CuPy passes by value.
+
+    CuPy would write out the names of fields in words, which takes 20 us for each launch.
+    """
+    return argument.reshape(-1).view(np.dtype((np.void, argument.nbytes)))
+
+
+def to_host(array: DeviceArray) -> Array:
+    """Return a copy of a CuPy array on the host, after the work on the current stream."""
+    with array.device:
+        host_copy: Array = array.get()
+    return host_copy
+
+
+def are_apart(arrays: Sequence[DeviceArray]) -> bool:
+    """Return whether no two arrays have memory in common, as far as the ranges of their addresses show."""
+    spans = sorted(map(span, arrays))
+    return all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+#: NumPy's reductions, as methods of CuPy's arrays.
+_REDUCTIONS = {
+    np.add: "sum",
+    np.multiply: "prod",
+    np.maximum: "max",
+    np.minimum: "min",
+    np.logical_and: "all",
+    np.logical_or: "any",
+}
+
+
+def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a method of a NumPy ufunc on inputs, some of them in GPU memory.
+
+    CuPy supports calls of ufuncs.  It has other names for reductions and matrix products, and takes NumPy's scalars but
+    not its arrays.
+    """
+    plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in inputs]
+    if ufunc is np.matmul and method == "__call__" and not kwargs:
+        return operator.matmul(*plain)
+    if method == "reduce" and ufunc in _REDUCTIONS:
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        return getattr(plain[0], _REDUCTIONS[ufunc])(**{"axis": 0, **options} if "axis" not in kwargs else options)
+    return getattr(ufunc, method)(*plain, **kwargs)
+
+
+def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:
+    """Raise DeviceError unless all arrays are on one GPU: the GPU with this index, if given."""
+    devices = sorted({int(array.data.device_id) for array in arrays})
+    if len(devices) > 1 or (index is not None and devices != [index]):
+        place = "one GPU" if index is None else f"GPU:{index}, which this rank drives"
+        raise DeviceError.at(
+            where,
+            found=f"arrays on {' and '.join(f'GPU:{number}' for number in devices)}",
+            expected=f"arrays on {place}",
+            fix=f"Make them inside `with cupy.cuda.Device({devices[0] if index is None else index}):`, or copy them.",
+        )
+
+
+def check_no_capture(cupy: Any, where: str) -> None:
+    """Raise UnsupportedError while the current stream is captured into a CUDA graph."""
+    stream = cupy.cuda.get_current_stream()
+    if stream.ptr > _DEFAULT_STREAMS and stream.is_capturing():
+        raise UnsupportedError.at(
+            where,
+            found="a current stream that is captured into a CUDA graph",
+            expected="a stream that is not captured: a graph cannot replay the communication between ranks",
+            fix="Capture the work before and after the call.",
+        )
+
+
+def layout_of(array: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape that ranks compare; the dtype says "on a GPU", since host arrays do not match."""
+    return f"{dtype_name(array.dtype)}{ON_A_GPU if is_cupy(array) else ''}", tuple(array.shape)
 
 
 # ----------------------------------------------------------------------------- arrays of torch, JAX and other libraries

@@ -20,15 +20,17 @@ from mpistrategy.arrays.convert import (
     array_where_it_is,
     as_device_array,
     copy_of,
+    cupy_for,
     host_array,
     in_jax,
+    is_cupy,
     is_in_gpu_memory,
     is_on_device,
     library_of,
     like_given,
+    on_device,
 )
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
 T = TypeVar("T")

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import copy_of, host_array, like_given
-from mpistrategy.arrays.gpu import is_cupy
+from mpistrategy.arrays.convert import copy_of, host_array, is_cupy, like_given
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input.datasets import Dataset, common_length, to_rows
 from mpistrategy.input.first_batches import FirstBatches

@@ -21,8 +21,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.gpu import cupy_for, layout_of
+from mpistrategy.arrays.convert import cupy_for, is_on_device, layout_of
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads
 from mpistrategy.context import current_frame, working_on
 from mpistrategy.errors import UnsupportedError

@@ -16,9 +16,11 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import (
+    DeviceArray,
     array_where_it_is,
     as_device_array,
     copy_of,
+    cupy_for,
     host_array,
     is_foreign,
     is_on_device,
@@ -29,7 +31,6 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, quietly, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import (
     ArrayLike,
     IndexedSlices,
