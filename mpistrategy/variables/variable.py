@@ -59,7 +59,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
-from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
+from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_switch, checked_type
 from mpistrategy.options import (
     Aggregation,
@@ -343,7 +343,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     def local_view(self) -> Array:
         """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
         if in_jax_trace():
-            raise refusal(f"reading {self.name!r}")
+            refuse_in_jax_trace(f"reading {self.name!r}")
         return self._view
 
     def _contribution(self) -> Array:
@@ -718,16 +718,11 @@ def combined(write: Write, call: Call, own_value: Any) -> Any:
 @_together
 def replica_0s(write: Write, call: Call, own_value: Any) -> Any:
     """All replicas write replica 0's value.  Collective."""
-    variable, communicator = write.variable, write.variable._reducer.communicator
+    strategy, communicator = write.variable.strategy, write.variable._reducer.communicator
     if not isinstance(own_value, IndexedSlices):
         return broadcast(communicator, [own_value], 0, call)[0]
-    call.expect_more()
-    count = int(broadcast(communicator, [np.array(own_value.indices.size)], 0, call)[0])
-    call.expect_more()
-    if communicator.rank != 0:
-        own_value = IndexedSlices(np.empty((count, *variable.shape[1:]), variable.dtype), np.empty(count, np.int64))
-    rows = placed_as(own_value.values, variable.local_view)
-    return IndexedSlices(*broadcast(communicator, [rows, own_value.indices], 0, call))
+    rows = [host_array(own_value.values), own_value.indices] if communicator.rank == 0 else None
+    return IndexedSlices(*strategy.broadcast(rows))
 
 
 def _agreed(write: Write, call: Call, own_value: Any) -> Any:
