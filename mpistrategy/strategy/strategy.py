@@ -28,7 +28,6 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import (
     any_array,
     host_array,
-    is_on_device,
     like_given,
     on_device_of,
     placed_as,
@@ -37,7 +36,6 @@ from mpistrategy.arrays.convert import (
 from mpistrategy.arrays.digests import digest, outliers
 from mpistrategy.arrays.dtypes import (
     dtype_name,
-    host_wire_dtype,
     maximum,
     minimum,
     quietly,
@@ -825,16 +823,14 @@ def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
 
     16-bit floats are rounded once, at the end: the sums here stay in the wire dtype.
     """
-    travels = wire_dtype if is_on_device(array) else host_wire_dtype
-    dtype = travels(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
+    dtype = wire_dtype(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
     with on_device_of(array):
-        wide = array.astype(dtype, copy=False)
         if op not in (ReduceOp.MIN, ReduceOp.MAX):
-            return (wide.prod if op is ReduceOp.PROD else wide.sum)(axis=axes, dtype=dtype)
+            return (array.prod if op is ReduceOp.PROD else array.sum)(axis=axes, dtype=dtype)
         if 0 in (array.shape[axis] for axis in axes):
             shape = [length for axis, length in enumerate(array.shape) if axis not in axes]
             return placed_as(np.full(shape, identity(dtype, op), dtype), array)
-        return (minimum if op is ReduceOp.MIN else maximum).reduce(wide, axes)
+        return (minimum if op is ReduceOp.MIN else maximum).reduce(array.astype(dtype, copy=False), axes)
 
 
 # -------------------------------------------------------------------------------------------------- assert_mirrored
