@@ -911,8 +911,8 @@ class VariableStorage:
         #: The slab that is being filled, and how many of its bytes are used.
         self._slab: SharedMemory | None = None
         self._used = 0
-        # Set on all ranks together, when the node has no shared memory (any more).
-        self._exhausted = False
+        #: The size of the next slab; 0, on all ranks together, when the node has no shared memory (any more).
+        self._next_bytes = _FIRST_SLAB_BYTES
 
     def allocate(
         self, communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -932,14 +932,13 @@ class VariableStorage:
         if self._slab is not None and self._used + nbytes <= self._slab.own_segment.nbytes:
             self._used += nbytes
             return VariableSlot(self._slab, self._used - nbytes)
-        if self._exhausted:
+        usual = self._next_bytes
+        if not usual:
             return None
-        before = None if self._slab is None else self._slab.own_segment.nbytes
-        usual = _FIRST_SLAB_BYTES if before is None else min(2 * before, _MOST_SLAB_BYTES)
         slab = communicator.shared(max(nbytes, usual))
         if not slab.is_shared:
-            self._exhausted = True
+            self._next_bytes = 0
             return None
         if nbytes < usual:  # a larger variable has a slab for itself
-            self._slab, self._used = slab, nbytes
+            self._slab, self._used, self._next_bytes = slab, nbytes, min(2 * usual, _MOST_SLAB_BYTES)
         return VariableSlot(slab, 0)
