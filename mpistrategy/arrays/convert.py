@@ -278,14 +278,6 @@ def placed_as(value: Any, place: Any) -> Array:
         return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
 
 
-def may_share_memory(first_array: Any, second_array: Any) -> bool:
-    """Return whether two NumPy or CuPy arrays may share memory."""
-    if is_on_device(first_array) != is_on_device(second_array) or not (first_array.size and second_array.size):
-        return False
-    (begin, end), (first, last) = span(first_array), span(second_array)
-    return begin < last and first < end
-
-
 def check_places(arrays: Sequence[Any], where: str) -> None:
     """Raise ShapeError or DeviceError unless all arrays are on the same GPU, or all on the host."""
     if len({is_on_device(array) for array in arrays}) > 1:

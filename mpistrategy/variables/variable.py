@@ -17,6 +17,7 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays.convert import (
     DeviceArray,
+    are_apart,
     array_where_it_is,
     as_device_array,
     copy_of,
@@ -24,7 +25,6 @@ from mpistrategy.arrays.convert import (
     host_array,
     is_foreign,
     is_on_device,
-    may_share_memory,
     on_device_of,
     placed_as,
     to_array,
@@ -525,7 +525,7 @@ def _checked_slices(storage: Array, slices: Any, where: str) -> IndexedSlices:
     outside = indices[(indices < 0) | (indices >= shape[0])]
     if outside.size:
         raise ShapeError.at(where, found=f"index {outside[0]}", expected=f"indices from 0 to {shape[0] - 1}")
-    return IndexedSlices(values.copy() if may_share_memory(values, storage) else values, indices.astype(np.int64))
+    return IndexedSlices(values if are_apart([values, storage]) else values.copy(), indices.astype(np.int64))
 
 
 def _of_dtype(storage: Array, value: Any, where: str) -> Array:
