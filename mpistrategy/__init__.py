@@ -38,13 +38,18 @@ from mpistrategy.options import (
 from mpistrategy.options import is_on as _is_on
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.asynchronous import AllReduceHandle
-from mpistrategy.strategy.current import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.one_device import OneDeviceStrategy
 from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.strategy.strategy import (
+    Strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:

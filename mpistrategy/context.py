@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ReferenceType, ref
 
 from mpistrategy.errors import ContextError, OptionTypeError, OutsideStepWarning
@@ -37,7 +37,6 @@ class Strategy(Protocol):
 
 
 R = TypeVar("R")
-S = TypeVar("S", bound=Strategy)
 
 
 class Mode(enum.StrEnum):
@@ -222,18 +221,18 @@ def in_words(frame: Frame | None) -> str:
     return "no context" if frame is None else f"{frame.mode.value} context"
 
 
-class Scope(Generic[S]):
+class Scope:
     """Puts the thread into the cross-replica context of a strategy; may be entered several times.
 
     Attributes:
         depth: how often it is entered.
     """
 
-    def __init__(self, strategy: S) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self.depth: int = 0
 
-    def __enter__(self) -> S:
+    def __enter__(self) -> Any:
         require_cross_replica(self._strategy, "Strategy.scope")
         if not self._strategy._is_default:
             cross_replica(self._strategy).__enter__()
@@ -277,9 +276,10 @@ def open_strategy(where: str, subject: str) -> Strategy | None:
     """
     if not has_peers():
         return None
-    if len(_open_strategies()) > 1:
-        gc.collect()  # strategies that the program has dropped
-    strategies = _open_strategies()
+    gc.collect()  # strategies that the program has dropped
+    alive = [strategy for reference in (*_in_process, *_thread.references) if (strategy := reference()) is not None]
+    by_guard = {strategy.extended.communicator.guard: strategy for strategy in alive}  # of several, the last
+    strategies = [strategy for guard, strategy in by_guard.items() if not guard.closed]
     if len(strategies) == 1:
         return strategies[0]
     raise ContextError.at(
@@ -288,15 +288,6 @@ def open_strategy(where: str, subject: str) -> Strategy | None:
         expected="to know whose ranks share it",
         fix=_INSIDE,
     )
-
-
-def _open_strategies() -> list[Strategy]:
-    """Return the open strategies that the program holds; of copies, which have the same ranks, the last."""
-    strategies = [
-        strategy for reference in (*_in_process, *_thread.references) if (strategy := reference()) is not None
-    ]
-    by_guard = {strategy.extended.communicator.guard: strategy for strategy in strategies}
-    return [strategy for guard, strategy in by_guard.items() if not guard.closed]
 
 
 def refuse_outside(where: str, subject: str) -> None:

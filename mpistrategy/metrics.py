@@ -15,8 +15,7 @@ from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import weights_of_rows
-from mpistrategy.variables.policies import read_together
-from mpistrategy.variables.variable import Variable
+from mpistrategy.variables.variable import Variable, read_together
 
 __all__ = [
     "Accuracy",
@@ -202,7 +201,7 @@ def _real(value: Any, where: str) -> Array:
 def _add(total: Variable, amount: float) -> None:
     """Add a number to this rank's part of a total, in a step or in a loop without steps."""
     strategy, frame = total.strategy, context.current_frame()
-    is_own = strategy.extended._is_local or (frame is not None and frame.mode is context.Mode.REPLICA)
+    is_own = strategy.extended._reducer.is_alone or (frame is not None and frame.mode is context.Mode.REPLICA)
     array = np.asarray(amount)  # of the variable's dtype and shape: nothing to convert
     if is_own:
         total.assign_add(array)

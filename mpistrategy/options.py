@@ -6,14 +6,13 @@ import enum
 import math
 import os
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+import numpy as np
 
 from mpistrategy.errors import OptionError, ReduceOpError
 from mpistrategy.objects.settings import checked_count, checked_number, checked_type, not_negative
 from mpistrategy.objects.shown import did_you_mean
-
-if TYPE_CHECKING:
-    import numpy as np
 
 E = TypeVar("E", bound=enum.Enum)
 

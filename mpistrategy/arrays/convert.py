@@ -1,39 +1,90 @@
-"""Arrays of every kind, used as NumPy's or CuPy's arrays: the only module that knows all kinds.
+"""Arrays of every kind, used as NumPy's or CuPy's arrays: the only module that knows all kinds and libraries.
 
 An array on the host is used as an ndarray.  An array in GPU memory, of whatever library, is used as a CuPy array.  Both
-share the memory of the original where that is possible, and results are returned in the kind of the input.
+share the memory of the original where that is possible, and results are returned in the kind of the input.  Neither
+torch nor JAX is imported here: a caller who passes its array has imported it.  CuPy is imported for their arrays in GPU
+memory, never for arrays on the host.
+
+All work with CuPy's arrays follows the order of CuPy's current stream: a call reads after the work put on it before the
+call, and work put on it after the call sees the result.
 """
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, span
-from mpistrategy.arrays.foreign import (
-    as_kind_of,
-    closed_to,
-    is_foreign,
-    is_in_gpu_memory,
-    library_of,
-    on_host,
-    unmarked,
-)
-from mpistrategy.arrays.gpu import check_device, cupy_for, is_cupy, to_host
-from mpistrategy.errors import DTypeError, LeafError, ShapeError
+from mpistrategy.errors import DeviceError, DTypeError, LeafError, ShapeError, UnsupportedError
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
-if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import DeviceArray
+#: A cupy.ndarray; types cannot be checked without CuPy.
+DeviceArray: TypeAlias = Any
 
-#: The libraries whose arrays are never written.
-NEVER_WRITTEN = ("jax", "jaxlib")
-_REDUCIBLE_KINDS = "iufc"
-_NOT_FOREIGN = ("builtins", "numpy")
+#: CUDA's handles up to this one are default streams; the legacy one must not be queried during a capture.
+_DEFAULT_STREAMS = 2
+#: The place of an array in comparisons, after its dtype.
+ON_A_GPU = " on a GPU"
+#: CuPy's types for memory of cudaMalloc.
+_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
+_INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
+#: The names of libraries, by the first part of the module of their arrays.
+_LIBRARIES = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 _ON_HOST: AbstractContextManager[Any] = nullcontext()
 _CONVERT = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gather take any dtype of fixed size."
+
+
+def is_cupy(value: object) -> bool:
+    """Return whether `value` is a CuPy array, without importing CuPy."""
+    kind: Any = type(value)
+    return _is_of_cupy(kind)
+
+
+@lru_cache(maxsize=256)  # a step asks for all of its arrays
+def _is_of_cupy(kind: Any) -> bool:
+    return bool(kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__"))
+
+
+def library_of(value: object) -> str:
+    """Return the library of the type of `value`; of a derived class, the library of its base."""
+    kind: Any = type(value)
+    return _library_of(kind)
+
+
+@lru_cache(maxsize=512)
+def _library_of(kind: type) -> str:
+    roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    return next((_LIBRARIES[root] for root in roots if root in _LIBRARIES), roots[0])
+
+
+def is_foreign(value: object) -> bool:
+    """Return whether `value` is an array of another library than NumPy, on the host or on a GPU; or anything of JAX's.
+
+    NumPy cannot read all values of JAX: see `without_data`.
+    """
+    kind = type(value)  # variables and containers have __dlpack__, too, and a _contribution that returns their array
+    if issubclass(kind, (np.ndarray, np.generic)) or hasattr(kind, "_contribution"):
+        return False
+    return hasattr(kind, "__dlpack__") or library_of(value) == "jax"
+
+
+def is_in_gpu_memory(value: Any) -> bool:
+    """Return whether a value of another library than CuPy is an array in GPU memory."""
+    if library_of(value) == "torch":  # its interface raises for tensors that require gradients
+        return bool(getattr(value, "is_cuda", False))
+    try:
+        has_interface = hasattr(value, "__cuda_array_interface__")
+        return has_interface or (is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY)
+    except Exception:  # libraries raise errors of many types; `on_host` tells them
+        return False
 
 
 def is_on_device(value: object) -> bool:
@@ -59,7 +110,7 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
         DTypeError: for dtypes with Python objects in their fields.
     """
     leaf = f"leaf {path}" if path else name
-    if type(value).__module__ not in _NOT_FOREIGN and (is_on_device(value) or is_foreign(value)):
+    if type(value).__module__ not in ("builtins", "numpy") and (is_on_device(value) or is_foreign(value)):
         value = host_array(value, where, path)
     if isinstance(value, np.ma.MaskedArray):
         fix = "Pass x.filled(0): masks are not sent."
@@ -90,7 +141,7 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
         array = array_where_it_is(value, where, path)
     dtype = array.dtype
     numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
-    if (dtype.kind in _REDUCIBLE_KINDS and numpys_own) or is_bfloat16(dtype):
+    if (dtype.kind in "iufc" and numpys_own) or is_bfloat16(dtype):
         return array
     found = f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}"
     raise DTypeError.at(where, found=found, expected="a numeric dtype (integer, float or complex)", fix=_CONVERT)
@@ -139,7 +190,7 @@ def as_target(target: Any, where: str, name: str) -> Any:
     array: Any = None
     if isinstance(target, np.ndarray):
         array = target if target.flags.writeable else None
-    elif library_of(target) == "torch" or (is_on_device(target) and library_of(target) not in NEVER_WRITTEN):
+    elif library_of(target) == "torch" or (is_on_device(target) and library_of(target) != "jax"):
         array = array_where_it_is(target, where, name)
     # Elements that share memory, as after ``broadcast_to``; NumPy makes such arrays read-only.
     is_repeated = (
@@ -227,17 +278,202 @@ def placed_as(value: Any, place: Any) -> Array:
         return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
 
 
-def may_share_memory(first_array: Any, second_array: Any) -> bool:
-    """Return whether two NumPy or CuPy arrays may share memory."""
-    if is_on_device(first_array) != is_on_device(second_array) or not (first_array.size and second_array.size):
-        return False
-    (begin, end), (first, last) = span(first_array), span(second_array)
-    return begin < last and first < end
-
-
 def check_places(arrays: Sequence[Any], where: str) -> None:
     """Raise ShapeError or DeviceError unless all arrays are on the same GPU, or all on the host."""
     if len({is_on_device(array) for array in arrays}) > 1:
         kinds = ["in GPU memory" if is_on_device(array) else "on the host" for array in arrays]
         raise ShapeError.at(where, found=f"an array {kinds[-1]}", expected=f"one {kinds[0]}, as the value is")
     check_device(arrays, None, where)
+
+
+# ------------------------------------------------------------------------------------------------------ CuPy's arrays
+
+
+def own_result(array: Any, out: Any) -> Any:
+    """Return an array in GPU memory that is its own result, and can be reduced in place; else None.
+
+    It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
+    """
+    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
+    fits = same and array.flags.c_contiguous and out.flags.c_contiguous
+    return array if fits and type(array.data.mem).__name__ in _CUDA_MALLOC else None
+
+
+def cupy_for(where: str) -> Any:
+    """Return the package cupy.
+
+    Raises:
+        UnsupportedError: when it cannot be imported.
+    """
+    try:
+        import cupy
+    except Exception as error:  # a missing package, or a CuPy for another CUDA: errors of many types
+        raise UnsupportedError.at(
+            where, found=f"an array in GPU memory, and no working CuPy ({error})", expected="CuPy", fix=_INSTALL
+        ) from error
+    return cupy
+
+
+def by_value(argument: Array) -> Array:
+    """Return an argument of a kernel as one element of bytes, which CuPy passes by value.
+
+    CuPy would write out the names of fields in words, which takes 20 us for each launch.
+    """
+    return argument.reshape(-1).view(np.dtype((np.void, argument.nbytes)))
+
+
+def to_host(array: DeviceArray) -> Array:
+    """Return a copy of a CuPy array on the host, after the work on the current stream."""
+    with array.device:
+        host_copy: Array = array.get()
+    return host_copy
+
+
+def are_apart(arrays: Sequence[DeviceArray]) -> bool:
+    """Return whether no two arrays have memory in common, as far as the ranges of their addresses show."""
+    spans = sorted(map(span, arrays))
+    return all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+#: NumPy's reductions, as methods of CuPy's arrays.
+_REDUCTIONS = {
+    np.add: "sum",
+    np.multiply: "prod",
+    np.maximum: "max",
+    np.minimum: "min",
+    np.logical_and: "all",
+    np.logical_or: "any",
+}
+
+
+def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a method of a NumPy ufunc on inputs, some of them in GPU memory.
+
+    CuPy supports calls of ufuncs.  It has other names for reductions and matrix products, and takes NumPy's scalars but
+    not its arrays.
+    """
+    plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in inputs]
+    if ufunc is np.matmul and method == "__call__" and not kwargs:
+        return operator.matmul(*plain)
+    if method == "reduce" and ufunc in _REDUCTIONS:
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        return getattr(plain[0], _REDUCTIONS[ufunc])(**{"axis": 0, **options} if "axis" not in kwargs else options)
+    return getattr(ufunc, method)(*plain, **kwargs)
+
+
+def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:
+    """Raise DeviceError unless all arrays are on one GPU: the GPU with this index, if given."""
+    devices = sorted({int(array.data.device_id) for array in arrays})
+    if len(devices) > 1 or (index is not None and devices != [index]):
+        place = "one GPU" if index is None else f"GPU:{index}, which this rank drives"
+        raise DeviceError.at(
+            where,
+            found=f"arrays on {' and '.join(f'GPU:{number}' for number in devices)}",
+            expected=f"arrays on {place}",
+            fix=f"Make them inside `with cupy.cuda.Device({devices[0] if index is None else index}):`, or copy them.",
+        )
+
+
+def check_no_capture(cupy: Any, where: str) -> None:
+    """Raise UnsupportedError while the current stream is captured into a CUDA graph."""
+    stream = cupy.cuda.get_current_stream()
+    if stream.ptr > _DEFAULT_STREAMS and stream.is_capturing():
+        raise UnsupportedError.at(
+            where,
+            found="a current stream that is captured into a CUDA graph",
+            expected="a stream that is not captured: a graph cannot replay the communication between ranks",
+            fix="Capture the work before and after the call.",
+        )
+
+
+def layout_of(array: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape that ranks compare; the dtype says "on a GPU", since host arrays do not match."""
+    return f"{dtype_name(array.dtype)}{ON_A_GPU if is_cupy(array) else ''}", tuple(array.shape)
+
+
+# ----------------------------------------------------------------------------- arrays of torch, JAX and other libraries
+
+
+def unmarked(value: Any) -> Any:
+    """Return an array that other libraries can read: a torch tensor detached, with lazy conj and neg resolved."""
+    return value.detach().resolve_conj().resolve_neg() if library_of(value) == "torch" else value
+
+
+def on_host(value: Any, where: str, path: str = "") -> Array:
+    """Return an array of another library on the host as an ndarray; the same memory where possible.
+
+    Raises:
+        LeafError: for arrays that NumPy cannot read: sparse arrays, arrays without data or on several hosts.
+        ContextError: for JAX's values in a function that it traces.
+    """
+    try:
+        value = unmarked(value)
+        if library_of(value) == "torch" and value.dtype is sys.modules["torch"].bfloat16:
+            from ml_dtypes import bfloat16  # NumPy has none of its own
+
+            bits: Array = value.view(sys.modules["torch"].int16).numpy()
+            return bits.view(bfloat16)
+        array: Array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    except Exception as error:  # libraries raise errors of many types
+        if library_of(value) == "jax":
+            refuse_in_jax_trace(where)
+        found = closed_to("NumPy", value, path, error)
+        failure = LeafError.at(where, found=found, expected="a dense array")
+        raise without_data(value, where, path) or failure from error
+    return array
+
+
+def without_data(value: Any, where: str, path: str = "") -> LeafError | None:
+    """Return the error for a value of JAX's that NumPy cannot read: traced, keys, or donated; None for others."""
+    if library_of(value) != "jax" or isinstance(value, np.ndarray):
+        return None
+    leaf = f" at leaf {path}" if path else ""
+    if isinstance(value, sys.modules["jax"].core.Tracer):
+        found = f"a value{leaf} of a function that JAX has traced, which stands for no numbers"
+        fix = "Return it from the function, and pass what the compiled function returns."
+    elif not hasattr(value, "__dlpack__"):
+        found = f"{type(value).__name__}{leaf}, of dtype {getattr(value, 'dtype', None)}, which NumPy cannot read"
+        fix = "Of random keys pass jax.random.key_data(keys), and give the result to jax.random.wrap_key_data."
+    elif value.is_deleted():
+        found = f"a JAX array{leaf} that was donated to a compiled function, or deleted"
+        fix = "Pass what the function returned in its place, or leave it out of donate_argnums."
+    else:
+        return None
+    return LeafError.at(where, found=found, expected="an array with its data on this rank", fix=fix)
+
+
+def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
+    """Return the text that a library cannot read a leaf."""
+    reason = str(error).strip().partition("\n")[0]
+    leaf = f"at leaf {path} " if path else ""
+    return f"{type(value).__module__}.{type(value).__name__} {leaf}that {library} cannot read ({reason})"
+
+
+def as_kind_of(result: Any, like: Any) -> Any:
+    """Return a NumPy or CuPy result as an array of the library of `like`; unchanged for unknown libraries."""
+    library = library_of(like)
+    if library == "torch":
+        return as_tensor(result)
+    return in_jax(result) if library == "jax" and library in sys.modules else result
+
+
+def as_tensor(result: Any) -> Any:
+    """Return a NumPy or CuPy array as a tensor; unchanged before torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return result
+    if not isinstance(result, np.ndarray):
+        return torch.from_dlpack(result)
+    if not result.flags.writeable:
+        result = result.copy()
+    if is_bfloat16(result.dtype):
+        return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(result)
+
+
+def in_jax(result: Any) -> Any:
+    """Return a NumPy or CuPy array as a JAX array; of the same memory where that is possible: nobody else has it."""
+    jax: Any = sys.modules["jax"]
+    if isinstance(result, np.ndarray) and (result.dtype.isbuiltin != 1 or not result.flags.writeable):
+        return jax.numpy.asarray(result)  # DLPack knows neither bfloat16 nor float8 nor int4
+    return jax.dlpack.from_dlpack(result)

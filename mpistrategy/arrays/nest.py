@@ -43,6 +43,8 @@ class Structure:
 
 
 LEAF = Structure("*", 1, next)
+#: A None that belongs to the structure; see `flatten_without_none`.
+_NONE = Structure("None", 0, lambda leaves: None, 1)
 
 
 class _Container(NamedTuple):
@@ -107,8 +109,8 @@ def _mapping_like(mapping: Mapping[Any, Any], keys: list[Any]) -> Callable[[list
     return build
 
 
-def flatten(nest: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of `nest` in order, and its structure.
+def flatten(nest: Any, none: Structure = LEAF) -> tuple[list[Any], Structure]:
+    """Return the leaves of `nest` in order, and its structure.  None is a leaf, or what `none` says.
 
     >>> leaves, structure = flatten({"b": [1, 2], "a": 3})
     >>> leaves, structure.text
@@ -118,19 +120,21 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
     """
     leaves: list[Any] = []
     try:
-        return leaves, _visit(nest, leaves)
+        return leaves, _visit(nest, leaves, none)
     except RecursionError:
         pass
     raise StructureError.at("nested structure", found="a structure that contains itself", expected="a finite nest")
 
 
-def _visit(nest: Any, leaves: list[Any]) -> Structure:
+def _visit(nest: Any, leaves: list[Any], none: Structure) -> Structure:
+    if nest is None and none is not LEAF:
+        return none
     if (container := _container_of(nest)) is None:
         leaves.append(nest)
         return LEAF
     (opening, closing), names, label, _, children, build = container
     before = len(leaves)
-    inner = [_visit(child, leaves) for child in children]
+    inner = [_visit(child, leaves, none) for child in children]
     rebuilds = [structure.rebuild for structure in inner]
     is_flat = all(structure is LEAF for structure in inner)
 
@@ -142,7 +146,8 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
     texts = [structure.text for structure in inner]
     if label is not None:
         texts = [label(name) + text for name, text in zip(names, texts, strict=True)]
-    return Structure(f"{opening}{','.join(texts)}{closing}", len(leaves) - before, rebuild)
+    num_none = sum(structure.num_none for structure in inner)
+    return Structure(f"{opening}{','.join(texts)}{closing}", len(leaves) - before, rebuild, num_none)
 
 
 def flatten_without_none(nest: Any) -> tuple[list[Any], Structure]:
@@ -150,20 +155,9 @@ def flatten_without_none(nest: Any) -> tuple[list[Any], Structure]:
 
     >>> leaves, structure = flatten_without_none([1, None])
     >>> leaves, structure.text, structure.pack([10])
-    ([1], '[*,*] with None as leaf 1', [10, None])
+    ([1], '[*,None]', [10, None])
     """
-    leaves, structure = flatten(nest)
-    absent = [number for number, leaf in enumerate(leaves) if leaf is None]
-    if not absent:
-        return leaves, structure
-    is_there = [leaf is not None for leaf in leaves]
-
-    def rebuild(present: Iterator[Any]) -> Any:
-        return structure.rebuild(next(present) if there else None for there in is_there)
-
-    text = f"{structure.text} with None as leaf {', '.join(map(str, absent))}"
-    present_leaves = [leaf for leaf in leaves if leaf is not None]
-    return present_leaves, Structure(text, len(present_leaves), rebuild, len(absent))
+    return flatten(nest, _NONE)
 
 
 def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:

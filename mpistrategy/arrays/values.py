@@ -20,13 +20,17 @@ from mpistrategy.arrays.convert import (
     array_where_it_is,
     as_device_array,
     copy_of,
+    cupy_for,
     host_array,
+    in_jax,
+    is_cupy,
+    is_in_gpu_memory,
     is_on_device,
+    library_of,
     like_given,
+    on_device,
 )
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import in_jax, is_in_gpu_memory, library_of
-from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
 T = TypeVar("T")
@@ -110,18 +114,6 @@ class ArrayLike(NDArrayOperatorsMixin):
         if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
             raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
         return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """The memory of a value on the host, for libraries that share it; read-only where the value is."""
-        value = self._lasting_value()
-        if type(value) is not np.ndarray or value.dtype.isbuiltin != 1:  # other values are converted by __array__
-            raise AttributeError("__array_interface__")
-        return value.__array_interface__
-
-    def _lasting_value(self) -> Any:
-        """Return the value if its memory lives as long as this object; None else."""
-        return self._read()
 
     def __dlpack__(self, **options: Any) -> Any:
         """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""

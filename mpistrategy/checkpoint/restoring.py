@@ -25,15 +25,15 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import (
-    NEVER_WRITTEN,
     as_target,
+    as_tensor,
     hand_back,
+    library_of,
     like_given,
     on_device_of,
     placed_as,
 )
 from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
-from mpistrategy.arrays.foreign import as_tensor, library_of
 from mpistrategy.checkpoint.files import check_is_trusted, damaged, opened, reading
 from mpistrategy.checkpoint.format import (
     ABSENT,
@@ -78,8 +78,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.objects.kept import Kept
 from mpistrategy.objects.text import printable
-from mpistrategy.variables.policies import share_of
-from mpistrategy.variables.variable import Variable
+from mpistrategy.variables.variable import Variable, share_of
 
 #: What is raised over items that no save has written.
 _UNSOUND = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
@@ -366,7 +365,7 @@ class Comparison:
             rows = value if isinstance(value, Rows) else Rows(array)
             rows.value = like_given(array, live.value) if isinstance(live, Rows) else array
             return rows
-        if _is_in_place(value) and library_of(value) not in NEVER_WRITTEN:
+        if _is_in_place(value) and library_of(value) != "jax":
             target = as_target(value, "Checkpoint.restore", "an array")
             target[...] = placed_as(array, target)
             hand_back(target, value)

@@ -57,7 +57,7 @@ from mpistrategy.mpi.contract.observers import interval
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job.exit_hooks import before_abort
 from mpistrategy.mpi.job.launcher import version
-from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.settings import NotPickled
 
 _WHERE = "Checkpoint.save"
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.

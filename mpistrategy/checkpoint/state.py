@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
+from mpistrategy.arrays.convert import host_array, is_foreign, is_on_device, library_of
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import is_foreign, library_of
 from mpistrategy.checkpoint.format import (
     ARRAYS,
     DEEPEST,
@@ -228,7 +227,7 @@ class State:
 
     def _copies_of(self, var: Variable) -> str:
         """Return how the ranks' copies of a variable are saved."""
-        is_local = var.strategy.extended._is_local
+        is_local = var.strategy.extended._reducer.is_alone
         if var.strategy is not self.strategy and not is_local and not self.strategy._is_default:
             raise OptionError.at(
                 self.where,
@@ -267,7 +266,7 @@ class State:
         Objects that change in place, and objects without data, are left out.  All ranks return the same dict.
         """
         found: dict[str, list[int]] = defaultdict(list)
-        of_jax = {path.partition("/")[0] for path, live in self.live.items() if library_of(live) in NEVER_WRITTEN}
+        of_jax = {path.partition("/")[0] for path, live in self.live.items() if library_of(live) == "jax"}
         others = set[str]()
         for path, item in self.items.items():
             name = path.partition("/")[0]
@@ -291,7 +290,7 @@ class State:
         lines = []
         for path, item in self.items.items():
             live, shape = self.live[path], "[any shape]" if item.copies in (UNDECIDED, OWN) else list(item.shape)
-            is_shared = isinstance(live, Variable) and not live.strategy.extended._is_local
+            is_shared = isinstance(live, Variable) and not live.strategy.extended._reducer.is_alone
             who = f" is {live._key}" if is_shared else ""
             lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.keys or ''}")
         return "; ".join(lines)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import devices
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import is_on_device, layout_of, to_host
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
-from mpistrategy.arrays.gpu import layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError

@@ -9,9 +9,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import host_array, is_on_device
+from mpistrategy.arrays.convert import as_kind_of, host_array, is_foreign, is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import as_kind_of, is_foreign
 from mpistrategy.errors import BatchError, OptionError
 from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.objects.settings import checked_count, checked_switch

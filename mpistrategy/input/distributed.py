@@ -9,15 +9,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import copy_of, host_array, like_given
-from mpistrategy.arrays.gpu import is_cupy
+from mpistrategy.arrays.convert import copy_of, host_array, is_cupy, like_given
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input.datasets import Dataset, common_length, to_rows
 from mpistrategy.input.first_batches import FirstBatches
 from mpistrategy.input.iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.settings import NotPickled
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")

@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar, cast
 
 from mpistrategy.errors import OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
+from mpistrategy.objects.settings import NotPickled
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")

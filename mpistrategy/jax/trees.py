@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpistrategy.arrays.foreign import without_data
+from mpistrategy.arrays.convert import without_data
 from mpistrategy.errors import LeafError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import Op
-from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.strategy.strategy import Strategy, strategy_for
 
 if not hasattr(sys.modules["jax._src.core"], "trace_state_clean"):  # see `mpistrategy.objects.jax_traces`
     raise UnsupportedError.at(

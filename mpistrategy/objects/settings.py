@@ -1,13 +1,13 @@
-"""Attributes that are checked whenever they are set, by the constructor or later."""
+"""Public objects: attributes that are checked whenever they are set, and objects that cannot be copied."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.objects.shown import did_you_mean, in_words
 
 T = TypeVar("T")
@@ -81,6 +81,28 @@ class Settable:
 
 def _is_settable(member: object) -> bool:
     return isinstance(member, Setting) or (isinstance(member, property) and member.fset is not None)
+
+
+class NotPickled:
+    """Base of objects that are useless in another process, such as a child that multiprocessing has spawned.
+
+    `copy.copy` raises, too, and `copy.deepcopy`, unless the class defines `__deepcopy__`.
+    """
+
+    #: What to do instead.
+    _instead_of_pickling: ClassVar[str] = ""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        kind = type(self).__name__
+        raise CopyError.at(
+            f"copying or pickling {kind}",
+            found="an object that belongs to this process and its ranks",
+            expected=f"another {kind}, made where it is used",
+            fix=self._instead_of_pickling,
+        )
+
+    def __copy__(self) -> NoReturn:
+        self.__reduce_ex__(2)
 
 
 def checked_type(

@@ -13,10 +13,9 @@ from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import cupy_for, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import ArenaBase, contribution
 from mpistrategy.errors import (
     ContextError,

@@ -21,8 +21,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.gpu import cupy_for, layout_of
+from mpistrategy.arrays.convert import cupy_for, is_on_device, layout_of
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads
 from mpistrategy.context import current_frame, working_on
 from mpistrategy.errors import UnsupportedError
@@ -34,8 +33,8 @@ from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, chosen_path
 from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.mpi.over_mpi.background import Background, background_of
-from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
+from mpistrategy.objects.settings import NotPickled
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import EVERY_RANK, check_order, leaves_like

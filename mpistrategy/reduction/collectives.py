@@ -24,12 +24,12 @@ from mpistrategy.arrays.convert import (
     copy_of,
     host_array,
     is_on_device,
+    layout_of,
     like_given,
     on_device_of,
     reducible,
 )
 from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, is_python_number, quietly
-from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import (
     LeafError,

@@ -20,13 +20,14 @@ from mpistrategy.arrays.convert import (
     as_device_array,
     check_places,
     host_array,
+    is_cupy,
+    is_foreign,
     is_on_device,
+    layout_of,
     like_given,
     reducible,
 )
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
-from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.gpu import is_cupy, layout_of
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     ArrayLike,

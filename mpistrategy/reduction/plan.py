@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import is_cupy, is_on_device
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, quietly, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored, is_arena
 from mpistrategy.errors import OptionError, OptionTypeError

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import any_array, as_target, hand_back, is_on_device
+from mpistrategy.arrays.convert import ON_A_GPU, any_array, as_target, hand_back, is_cupy, is_on_device, layout_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -22,17 +22,15 @@ from mpistrategy.mpi.contract import call_sites, observers
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
-from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Settable, checked_type
+from mpistrategy.objects.settings import NotPickled, Settable, checked_type
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.inputs import Destination, for_value, resolve, unpacked, unwrapped
 from mpistrategy.reduction.plan import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.variables.policies import table_of
-from mpistrategy.variables.variable import Registry, Variable
+from mpistrategy.variables.variable import Variable
 
 T = TypeVar("T")
 
@@ -60,21 +58,22 @@ class StrategyExtended(NotPickled, Settable):
     ) -> None:
         context.check_strategy(container_strategy, "StrategyExtended")
         self.communicator: Ranks = communicator or Alone()
-        reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
-        #: Whether variables belong to this rank alone (one replica, no synchronization).
-        self._is_local: bool = reducer.is_alone
-        table = table_of(is_local=self._is_local, is_default=container_strategy._is_default)
-        self._belong_to(container_strategy, reducer, Registry(reducer, table))
+        algorithm, defaults = cross_device_ops or MpiAllReduce(), options or CommunicationOptions()
+        self._belong_to(container_strategy, Reducer(self.communicator, algorithm, defaults))
         context.note_strategy(container_strategy, self.communicator)
         #: How many datasets of global batches were distributed.
         self._datasets_made = 0
 
-    def _belong_to(self, strategy: Any, reducer: Reducer, registry: Registry) -> None:
+    def _belong_to(self, strategy: Any, reducer: Reducer) -> None:
         self._container_strategy = strategy
         #: Reduces the values of this strategy.
         self._reducer: Reducer = reducer
         self._reducer.entered = self._entered
-        self._registry = registry
+        #: The variables that are still in use on this rank, by number, in order of creation; weak, so that they can be
+        #: collected.  A number means the same variable on all ranks, whose dictionaries may differ.
+        self._variables: WeakValueDictionary[int, Variable] = WeakValueDictionary()
+        #: How many have been created; the same on every rank.
+        self._variables_made = 0
         self._default_replica_context: ReplicaContext = ReplicaContext(strategy, self.communicator.rank)
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
         self._bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
@@ -84,9 +83,9 @@ class StrategyExtended(NotPickled, Settable):
 
     def _copy_for(self, container_strategy: Any) -> Self:
         """Return a copy for another strategy: the ranks and the algorithm are shared, the variables are not."""
-        result, reducer = object.__new__(type(self)), self._reducer.copy()
+        result = object.__new__(type(self))
         vars(result).update(vars(self))
-        result._belong_to(container_strategy, reducer, self._registry.copy_for(reducer))
+        result._belong_to(container_strategy, self._reducer.copy())
         return result
 
     # -------------------------------------------------------------------------------------------- settings
@@ -432,9 +431,7 @@ class _ReduceTo(AllReduce):
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
         leaves = nest.leaves_of(value)
-        if leaves is None or leaves.structure is nest.LEAF:
-            return leaves and leaves._replace(structure=replace(nest.LEAF, text=""))
-        return None if _leaves_of(value)[1] is nest.LEAF else leaves
+        return leaves if leaves is None or leaves.structure == _leaves_of(value)[1] else None
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the result."""
@@ -447,7 +444,8 @@ class _ReduceTo(AllReduce):
             if isinstance(value, Arena):
                 where = value._destination(out, call.where)
                 return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
-            if _leaves_of(value)[1] is nest.LEAF:
+            call.structure = _leaves_of(value)[1].text
+            if call.structure == nest.LEAF.text:
                 return algorithm.reduce(self.argument, value, out, self.merged_options)
             return self.batch(call, [(value, out)])[0]
 

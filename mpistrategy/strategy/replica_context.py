@@ -25,7 +25,7 @@ from mpistrategy.context import (
 )
 from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.settings import NotPickled
 from mpistrategy.options import CommunicationOptions, Op
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.collectives import Gather, Scan, Scattered

@@ -1,4 +1,4 @@
-"""Strategy: the object that a program holds, and the default strategy."""
+"""Strategy: the object that a program holds, the default strategy, and the functions that return this thread's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import (
     any_array,
     host_array,
-    is_on_device,
     like_given,
     on_device_of,
     placed_as,
@@ -37,7 +36,6 @@ from mpistrategy.arrays.convert import (
 from mpistrategy.arrays.digests import digest, outliers
 from mpistrategy.arrays.dtypes import (
     dtype_name,
-    host_wire_dtype,
     maximum,
     minimum,
     quietly,
@@ -70,9 +68,8 @@ from mpistrategy.input.options import InputContext, InputOptions
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.other_names import NamesOurs
-from mpistrategy.objects.settings import Fixed, checked_type, one_of
+from mpistrategy.objects.settings import Fixed, NotPickled, checked_type, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
@@ -89,6 +86,7 @@ from mpistrategy.reduction.reducer import General, Reduce
 from mpistrategy.reduction.transfer import finish
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.random_streams import Streams
+from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.variable import Variable
 
 T = TypeVar("T")
@@ -472,8 +470,8 @@ class Strategy(NotPickled, NamesOurs):
         extended, communicator = self.extended, self.extended.communicator
         with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
             if variables is None:
-                variables_by_number = {number: var for number, var in extended._registry.alive() if is_mirrored(var)}
-                call.structure = f"all of {extended._registry.made} variables"
+                variables_by_number = {number: var for number, var in extended._variables.items() if is_mirrored(var)}
+                call.structure = f"all of {extended._variables_made} variables"
             else:
                 variables_by_number = dict(enumerate(_mirrored_in(extended, variables, call.where)))
                 call.structure = ", ".join(var._key for var in variables_by_number.values())
@@ -742,6 +740,47 @@ class _DefaultStrategy(Strategy):
 context.default_strategy.append(cache(_DefaultStrategy))
 
 
+# ------------------------------------------------------------------------- the strategy and the context of this thread
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
+    return context.current_strategy()  # type: ignore[no-any-return]
+
+
+def strategy_for(strategy: Strategy | None, where: str) -> Strategy:
+    """Return `strategy`, or for None `get_strategy()`; warn where that leaves out the other ranks."""
+    resolved = get_strategy() if strategy is None else strategy
+    context.check_strategy(resolved, where)
+    if strategy is None:
+        context.warn_if_alone(resolved, where)
+    return resolved
+
+
+def has_strategy() -> bool:
+    """Return whether this thread is in the scope, a step function or an update of another than the default strategy."""
+    frame = context.current_frame()
+    return frame is not None and not frame.strategy._is_default
+
+
+def get_replica_context() -> ReplicaContext:
+    """Return the ReplicaContext of this thread; None in cross-replica and update context.
+
+    (Its type leaves None out, so that step functions need not check for it.)
+
+    Outside every strategy it is the context of the default strategy, which has one replica.  Its reductions and gathers
+    stay on this rank, with an OutsideStepWarning once a strategy of several ranks was made.
+    """
+    frame = context.current_frame()
+    return frame.replica_context if frame else get_strategy().extended._default_replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether this thread is in cross-replica (or update) context."""
+    frame = context.current_frame()
+    return frame is not None and frame.mode is not context.Mode.REPLICA
+
+
 # ----------------------------------------------------------------------------------------------- reduce along an axis
 
 
@@ -784,16 +823,14 @@ def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
 
     16-bit floats are rounded once, at the end: the sums here stay in the wire dtype.
     """
-    travels = wire_dtype if is_on_device(array) else host_wire_dtype
-    dtype = travels(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
+    dtype = wire_dtype(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
     with on_device_of(array):
-        wide = array.astype(dtype, copy=False)
         if op not in (ReduceOp.MIN, ReduceOp.MAX):
-            return (wide.prod if op is ReduceOp.PROD else wide.sum)(axis=axes, dtype=dtype)
+            return (array.prod if op is ReduceOp.PROD else array.sum)(axis=axes, dtype=dtype)
         if 0 in (array.shape[axis] for axis in axes):
             shape = [length for axis, length in enumerate(array.shape) if axis not in axes]
             return placed_as(np.full(shape, identity(dtype, op), dtype), array)
-        return (minimum if op is ReduceOp.MIN else maximum).reduce(wide, axes)
+        return (minimum if op is ReduceOp.MIN else maximum).reduce(array.astype(dtype, copy=False), axes)
 
 
 # -------------------------------------------------------------------------------------------------- assert_mirrored

@@ -13,9 +13,8 @@ from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.over_mpi.messages import exchange
 from mpistrategy.options import Op, ReduceOp
-from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.strategy.strategy import Strategy, strategy_for
 from mpistrategy.torch import tensors as t
 
 #: A collective in a context: of a nest, or of the list of its leaves.

@@ -17,9 +17,8 @@ from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.plan import run_plan
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.transfer import layouts_of
-from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.strategy.strategy import Strategy, strategy_for
 from mpistrategy.torch import tensors as t
 from mpistrategy.torch.collectives import all_reduce
 from mpistrategy.torch.starts import broadcast

@@ -14,8 +14,7 @@ from mpistrategy.checkpoint.format import NOT_PLAIN, from_json, to_json
 from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.reduction.collectives import checked_root
-from mpistrategy.strategy.current import strategy_for
-from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.strategy.strategy import Strategy, strategy_for
 from mpistrategy.torch import tensors as t
 
 _WHERE = "mpistrategy.torch.broadcast"

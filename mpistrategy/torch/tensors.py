@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpistrategy.arrays.gpu import cupy_for
+from mpistrategy.arrays.convert import cupy_for
 from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpError, ShapeError
 from mpistrategy.options import ReduceOp
 

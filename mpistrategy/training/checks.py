@@ -10,9 +10,8 @@ from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import ContextError, DTypeError, OptionError, ShapeError
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import checked_slices
-from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.strategy.strategy import Strategy, get_replica_context
 from mpistrategy.variables.variable import Variable
 
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import DeviceArray, by_value, cupy_for, is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import DeviceArray, by_value, cupy_for
 from mpistrategy.training.formulas import SCRATCH_ARRAYS, Kernel
 
 NAME = "mpistrategy_update"

@@ -17,8 +17,8 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, whole_number
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
-from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.replica_context import ReplicaContext
+from mpistrategy.strategy.strategy import get_replica_context
 from mpistrategy.training.checks import required_context
 from mpistrategy.training.sliced import GradientArena
 from mpistrategy.variables.variable import Variable

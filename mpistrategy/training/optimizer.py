@@ -23,15 +23,22 @@ from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf, is_stateful
 from mpistrategy.objects.other_names import OF_OPTIMIZERS, NamesOurs, refuses
-from mpistrategy.objects.settings import Settable, Setting, checked_count, checked_number, one_of, or_none, positive
+from mpistrategy.objects.settings import (
+    NotPickled,
+    Settable,
+    Setting,
+    checked_count,
+    checked_number,
+    one_of,
+    or_none,
+    positive,
+)
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.schedules import Schedule
-from mpistrategy.strategy.current import get_strategy
-from mpistrategy.strategy.strategy import is_mirrored
+from mpistrategy.strategy.strategy import get_strategy, is_mirrored
 from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.formulas import Kernel

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import is_cupy, is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.values import Mirrored
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
 from mpistrategy.objects.text import encoded

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, is_on_device, on_device_of_any
+from mpistrategy.arrays.convert import cupy_for, host_array, is_on_device, on_device_of_any
 from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import NonFiniteError
 from mpistrategy.gradients import global_norm, scale_for, scaled_by

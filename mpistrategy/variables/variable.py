@@ -1,38 +1,53 @@
-"""Variables: a copy on every replica; the table in `policies` says when and how the copies are combined."""
+"""Variables: a copy on every replica; the table `POLICIES` says when and how the copies are combined.
+
+`POLICIES` names one of this file's functions for each method and context.  A read returns an array.  A write raises
+before anything has changed; a collective write raises on every rank.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex, TypeAlias
-from weakref import WeakValueDictionary
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex
 
 import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import (
+    DeviceArray,
+    are_apart,
     array_where_it_is,
     as_device_array,
     copy_of,
+    cupy_for,
     host_array,
+    is_foreign,
     is_on_device,
-    may_share_memory,
     on_device_of,
     placed_as,
     to_array,
 )
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
-from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for
-from mpistrategy.arrays.values import ArrayLike, IndexedSlices, Reducible, event_of_reads, local_component, may_differ
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, quietly, sum_dtype_of_mean, wire_dtype
+from mpistrategy.arrays.values import (
+    ArrayLike,
+    IndexedSlices,
+    PerReplica,
+    Reducible,
+    event_of_reads,
+    local_component,
+    may_differ,
+)
 from mpistrategy.context import Mode
 from mpistrategy.errors import (
+    AggregationError,
     ContextError,
     CopyError,
     DTypeError,
     DTypeMismatchError,
+    MpiStrategyError,
     OptionError,
     OptionTypeError,
     OutsideStepWarning,
@@ -43,10 +58,12 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
+from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_switch, checked_type
 from mpistrategy.options import (
     Aggregation,
+    ReduceOp,
     Synchronization,
     VariableAggregation,
     VariableSynchronization,
@@ -54,7 +71,6 @@ from mpistrategy.options import (
 )
 from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.variables.storage import VariableSlot, VariableStorage
 
 #: The methods with whole values: functions of the storage and an array of its shape.
 DENSE: dict[str, Callable[[Array, Array], Any]] = {
@@ -71,6 +87,8 @@ SPARSE: dict[str, Callable[[Array, Array, Array], Any]] = {
     "scatter_max": np.maximum.at,
     "scatter_update": lambda storage, indices, values: storage.__setitem__(indices, values),
 }
+
+_REDUCE_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 
 #: The dtype kinds that a method does not support.
 _NOT_FOR_KINDS = {
@@ -154,7 +172,7 @@ class Write:
                 storage[places] = placed_as(rows, storage)
             else:
                 SPARSE[self.method](storage, host_array(change.indices), host_array(change.values))
-        guard = self.variable._registry.communicator.guard
+        guard = self.variable._reducer.communicator.guard
         guard.wait_for_gpu(event_of_reads([local_component(self.value)]))
 
 
@@ -176,78 +194,6 @@ class Policy(NamedTuple):
     scatter_set: Callable[[Write], None]
 
 
-Table: TypeAlias = Mapping[tuple[VariableSynchronization, VariableAggregation, Mode], Policy]
-
-
-def own(variable: Variable, called: str | None) -> Array:
-    """Return this replica's copy, as a `Policy` reads it; never communicates."""
-    return variable.local_view
-
-
-class Registry:
-    """The variables of one strategy: their numbers, names and memory.
-
-    Attributes:
-        reducer: reduces them.
-        communicator: its ranks.
-        table: how they are read and written.
-        is_local: whether they belong to this rank alone: there is one replica, without synchronization.
-        made: how many have been created; the same on every rank.
-    """
-
-    def __init__(self, reducer: Reducer, table: Table) -> None:
-        self.reducer = reducer
-        self.table = table
-        self.communicator: Ranks = reducer.communicator
-        self.is_local: bool = reducer.is_alone
-        self.made: int = 0
-        self._unnamed = 0
-        # By number; weak, so a variable can be collected.
-        self._alive: WeakValueDictionary[int, Variable] = WeakValueDictionary()
-
-    def copy_for(self, reducer: Reducer) -> Registry:
-        """Return the registry of a copy of the strategy: without variables, and the numbers go on."""
-        result = copy.copy(self)
-        result.reducer, result._alive = reducer, WeakValueDictionary()
-        return result
-
-    def alive(self) -> list[tuple[int, Variable]]:
-        """Return the variables that are still in use on this rank, with their numbers, in order of creation.
-
-        A number means the same variable on all ranks.  The ranks' lists may differ: garbage is collected at any time.
-        """
-        return sorted(self._alive.items(), key=lambda item: item[0])
-
-    @property
-    def next_name(self) -> str:
-        """The name of a variable that is created without one; the same on every rank, since creation is collective."""
-        return f"Variable_{self._unnamed}"
-
-    def add(self, variable: Variable) -> None:
-        """Record a variable, after all ranks have created it: a refused creation must leave the numbers equal."""
-        self._alive[self.made] = variable
-        self.made += 1
-        self._unnamed += variable.name == self.next_name
-
-    @property
-    def storage(self) -> VariableStorage:
-        """The memory of variables: shared by all copies of a strategy, which have the same ranks."""
-        return self.communicator.once("variables", VariableStorage)
-
-    def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
-        """Return GPU memory for a variable; None for a variable on the host.
-
-        Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
-        and each read would wait for the GPU.
-        """
-        index = gpu_of(self.communicator.devices, self.communicator.rank)
-        if not shape or index is None:
-            return None
-        cupy = cupy_for("a variable on a GPU")
-        with cupy.cuda.Device(index):
-            return cupy.empty(shape, dtype)
-
-
 class Variable(ArrayLike, Settable, Reducible[Array]):
     """An array that a strategy keeps on every replica.  Creation is collective.
 
@@ -262,7 +208,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     reads as a NumPy scalar.  Assigned values may be on the host or on the GPU.  A view of GPU memory is writable.
 
     Reading and writing depend on the synchronization, the aggregation and the context; the whole table is
-    `mpistrategy.variables.policies.POLICIES`.
+    `mpistrategy.variables.variable.POLICIES`.
 
     Args:
         initial_value: an array, a number, or a function without arguments that returns one.  Replica 0's value is
@@ -308,21 +254,22 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         aggregation: Aggregation = VariableAggregation.NONE,
     ) -> None:
         self.strategy = strategy = context.current_strategy()
-        #: The variables of the strategy, with this one.
-        self._registry: Registry = strategy.extended._registry
-        registry, communicator = self._registry, self._registry.communicator
+        extended = strategy.extended
+        #: Reduces the replicas' values.
+        self._reducer: Reducer = extended._reducer
+        communicator, is_alone = self._reducer.communicator, self._reducer.is_alone
         with Call(communicator.guard, "Variable") as call:
             self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
             sync_mode = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
             _check_place(sync_mode, self.aggregation)
-            if sync_mode is VariableSynchronization.NONE and not registry.is_local:
+            if sync_mode is VariableSynchronization.NONE and not is_alone:
                 raise OptionError.at(
                     "Variable",
                     found=f"synchronization={sync_mode.name} in the scope of a strategy of several replicas",
                     expected="AUTO, ON_WRITE or ON_READ",
                     fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
                 )
-            is_chosen = sync_mode is VariableSynchronization.AUTO and not registry.is_local
+            is_chosen = sync_mode is VariableSynchronization.AUTO and not is_alone
             self.synchronization = VariableSynchronization.ON_WRITE if is_chosen else sync_mode
             self.trainable = sync_mode is not VariableSynchronization.ON_READ if trainable is None else trainable
             checked_type("Variable", "name", name, (str, type(None)), "a string")
@@ -333,16 +280,16 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
-            if not registry.is_local and may_differ(value):
+            if not is_alone and may_differ(value):
                 raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
-            may_be_mean = self.aggregation is VariableAggregation.MEAN and not registry.is_local
+            may_be_mean = self.aggregation is VariableAggregation.MEAN and not is_alone
             variable_dtype = _checked_dtype(array.dtype if dtype is None else dtype, may_be_mean)
             if array.dtype != variable_dtype:
                 array = converted(
                     host_array(array), variable_dtype, f"Variable {own_name!r} with dtype={dtype_name(variable_dtype)}"
                 )
-            on_device = registry.device_memory(variable_dtype, array.shape)
+            on_device = _device_memory(communicator, variable_dtype, array.shape)
             call.agree(
                 "create",
                 op=f"{self.synchronization.name}/{self.aggregation.name}",
@@ -351,7 +298,9 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
             )
             # Allocated after the agreement: when some ranks refuse, the ranks' memory must stay equal.
             if on_device is None:
-                storage, slot = registry.storage.allocate(communicator, variable_dtype, array.shape)
+                storage, slot = communicator.once("variables", VariableStorage).allocate(
+                    communicator, variable_dtype, array.shape
+                )
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
@@ -361,7 +310,8 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
                 with on_device.device:
                     storage[...] = root_value
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
-        self.name = registry.next_name if name is None else name
+        number = extended._variables_made
+        self.name = f"Variable_{number}" if name is None else name
         #: This replica's copy, which optimizers and checkpoints also change in place.
         self._storage: Array = storage
         #: The position in memory that the ranks of a node share; None for memory that is not shared.
@@ -369,12 +319,11 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         self._view: Array = (view := storage.view())
         if not is_on_device(view):  # CuPy has no read-only arrays
             view.flags.writeable = False
-        self._policies: dict[Mode, Policy] = {
-            mode: registry.table[self.synchronization, self.aggregation, mode] for mode in Mode
-        }
+        self._policies: dict[Mode, Policy] = _policies_of(self)
         #: Names this variable when ranks compare their calls; names need not be unique.
-        self._key: str = f"{self.name} (variable {registry.made})"
-        registry.add(self)
+        self._key: str = f"{self.name} (variable {number})"
+        extended._variables[number] = self
+        extended._variables_made = number + 1
 
     __hash__ = object.__hash__  # by identity: a variable may be a key, although == compares elements
 
@@ -394,7 +343,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     def local_view(self) -> Array:
         """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
         if in_jax_trace():
-            raise refusal(f"reading {self.name!r}")
+            refuse_in_jax_trace(f"reading {self.name!r}")
         return self._view
 
     def _contribution(self) -> Array:
@@ -402,7 +351,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         return self.local_view
 
     def _may_differ(self) -> bool:
-        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._registry.is_local
+        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._reducer.is_alone
         return own_copies and self._policy("reading a variable").read is own
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -451,10 +400,6 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
 
     def _read(self, name: str | None = None) -> Array:
         return self._policy("reading a variable").read(self, name)
-
-    def _lasting_value(self) -> Any:
-        # The value of an ON_READ variable may be a sum that nothing holds.
-        return None if self.synchronization is VariableSynchronization.ON_READ else self._read()
 
     def _array(self, name: str) -> Array:
         # A method that communicated would hang a program that calls it on one rank, as it may with an array.
@@ -537,7 +482,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
 
     def _refuse_drift(self, value: Any, where: str) -> None:
         """Raise OptionTypeError for a value that may differ by replica, if the copies are to stay equal."""
-        kept_equal = self.synchronization is VariableSynchronization.ON_WRITE and not self._registry.is_local
+        kept_equal = self.synchronization is VariableSynchronization.ON_WRITE and not self._reducer.is_alone
         if kept_equal and may_differ(value):
             raise differing(where, f"the copies of the ON_WRITE variable {self.name!r} are equal")
 
@@ -545,7 +490,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         frame = context.current_frame()
         if frame is None or (frame.strategy._is_default and self.strategy is not frame.strategy):
             return self._policies[Mode.CROSS_REPLICA]
-        if not self._registry.is_local:
+        if not self._reducer.is_alone:
             context.require_same_strategy(frame, self.strategy, where)
         return self._policies[frame.mode]
 
@@ -580,7 +525,7 @@ def _checked_slices(storage: Array, slices: Any, where: str) -> IndexedSlices:
     outside = indices[(indices < 0) | (indices >= shape[0])]
     if outside.size:
         raise ShapeError.at(where, found=f"index {outside[0]}", expected=f"indices from 0 to {shape[0] - 1}")
-    return IndexedSlices(values.copy() if may_share_memory(values, storage) else values, indices.astype(np.int64))
+    return IndexedSlices(values if are_apart([values, storage]) else values.copy(), indices.astype(np.int64))
 
 
 def _of_dtype(storage: Array, value: Any, where: str) -> Array:
@@ -674,3 +619,326 @@ def _checked_dtype(dtype: Any, is_mean: bool) -> np.dtype[Any]:
             fix="Use SUM.",
         )
     return parsed
+
+
+# ----------------------------------------------------------------------------------------------------- reads
+
+
+def own(variable: Variable, called: str | None) -> Array:
+    """Return this replica's copy; never communicates."""
+    return variable.local_view
+
+
+def own_if_alone(variable: Variable, called: str | None) -> Array:
+    """Return the copy of a variable of the default strategy; refuse it if other ranks have one."""
+    if context.has_peers():
+        raise ContextError.at(
+            f"reading {variable.name!r}",
+            found="an ON_READ variable of this rank alone, which was made before the strategy of several ranks",
+            expected="one that belongs to a strategy, whose copies this call combines",
+            fix="Make it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a "
+            "OneDeviceStrategy.",
+        )
+    return variable.local_view
+
+
+def summed(variable: Variable, called: str | None) -> Array:
+    """Return the sum or the mean of all copies.  Collective."""
+    return _sums_of([variable], called)[0]
+
+
+def read_together(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return the values of variables of one policy: in one call, where their copies are added up."""
+    if all(variable._policy("reading a variable").read is summed for variable in variables):
+        return _sums_of(variables, called)
+    return [variable._read(called) for variable in variables]
+
+
+def _sums_of(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    reducer, op = variables[0]._reducer, _REDUCE_OPS[variables[0].aggregation]
+    names = ", ".join([variable._key for variable in variables])
+    with Call(reducer.communicator.guard, "reading a variable", called, names) as call:
+        return reducer.all_reduce_arrays(call, op, [variable.local_view for variable in variables])
+
+
+def first(variable: Variable, called: str | None) -> Array:
+    """Return replica 0's copy.  Collective."""
+    with Call(variable._reducer.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
+        value: Array = broadcast(variable._reducer.communicator, [variable.local_view], 0, call)[0]
+        return value
+
+
+def no_read(variable: Variable, called: str | None) -> Array:
+    """Refuse the read: the copies may differ, and no aggregation combines them."""
+    raise AggregationError.at(
+        f"reading {variable.name!r}",
+        found="an ON_READ variable with aggregation NONE in cross-replica context",
+        expected="an aggregation that combines the replicas' values",
+        fix="Create it with an aggregation, or read this replica's copy in a step function.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- writes
+
+
+def alone(write: Write) -> None:
+    """Each replica writes its own value; never communicates."""
+    write.apply(write.checked())
+
+
+def mirrored(write: Write) -> None:
+    """Each replica writes its own value, equal on all replicas; never communicates."""
+    if type(write.value) is not np.ndarray:
+        write.variable._refuse_drift(write.value, write.full_name)
+    write.apply(write.checked())
+
+
+def _together(combine: Callable[[Write, Call, Any], Any]) -> Callable[[Write], None]:
+    """Return a collective write: in one call, each replica applies `combine` of its own checked value."""
+
+    def write_together(write: Write) -> None:
+        variable = write.variable
+        with Call(variable._reducer.communicator.guard, write.where, write.called, variable._key) as call:
+            write.apply(combine(write, call, write.checked()))
+
+    return write_together
+
+
+@_together
+def combined(write: Write, call: Call, own_value: Any) -> Any:
+    """All replicas write the sum or the mean of their values.  Collective."""
+    variable, op = write.variable, _REDUCE_OPS[write.variable.aggregation]
+    if not isinstance(own_value, IndexedSlices):
+        return variable._reducer.all_reduce_arrays(call, op, [own_value])[0]
+    value = PerReplica((own_value,))
+    with context.cross_replica(variable.strategy):
+        return local_component(variable.strategy.extended.reduce_to(op, value, value))
+
+
+@_together
+def replica_0s(write: Write, call: Call, own_value: Any) -> Any:
+    """All replicas write replica 0's value.  Collective."""
+    strategy, communicator = write.variable.strategy, write.variable._reducer.communicator
+    if not isinstance(own_value, IndexedSlices):
+        return broadcast(communicator, [own_value], 0, call)[0]
+    rows = [host_array(own_value.values), own_value.indices] if communicator.rank == 0 else None
+    return IndexedSlices(*strategy.broadcast(rows))
+
+
+def _agreed(write: Write, call: Call, own_value: Any) -> Any:
+    """Return `own_value`, once all ranks write; raise OptionTypeError for a value that may differ by replica."""
+    if isinstance(write.value, PerReplica):
+        raise OptionTypeError.at(
+            write.full_name,
+            found="a PerReplica for an ON_READ variable in cross-replica context",
+            expected="one value, the same on every rank",
+            fix="To give each replica its own: strategy.run(lambda x: v.assign(x), args=(value,)).",
+        )
+    layout = ((dtype_name(write.variable.dtype), write.variable.shape),)
+    call.agree("write", op=write.where, values=layout, sparingly=True)
+    return own_value
+
+
+#: All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data.
+alike: Callable[[Write], None] = _together(_agreed)
+
+
+@_together
+def shared(write: Write, call: Call, own_value: Any) -> Any:
+    """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
+    communicator = write.variable._reducer.communicator
+    part = share_of(host_array(own_value), communicator.rank, communicator.size)
+    return _agreed(write, call, placed_as(part, own_value))
+
+
+@quietly
+def share_of(value: Array, rank: int, size: int) -> Array:
+    """Return this rank's share of `value`; the shares add up to it.  Rank 0 gets what a division leaves over."""
+    dtype = value.dtype
+    if dtype.kind == "b":
+        return value if rank == 0 else np.zeros_like(value)
+    total = value.astype(wire_dtype(sum_dtype_of_mean(dtype)))
+    count = total.dtype.type(size)
+    part = np.asarray(total // count if dtype.kind in "iu" else total / count).astype(dtype)
+    rest = np.where(np.isfinite(part), total - part.astype(total.dtype) * (count - 1), total)
+    return part if rank != 0 else rest.astype(dtype)
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) -> Callable[[Write], None]:
+    def refuse(write: Write) -> None:
+        variable = write.variable
+        policy = f"{variable.synchronization.name}/{variable.aggregation.name}"
+        raise kind.at(write.full_name, found=f"{found} ({policy})", expected=expected, fix=fix)
+
+    return refuse
+
+
+drifts: Callable[[Write], None] = _refused(
+    AggregationError,
+    "a write in replica context to an ON_WRITE variable with aggregation NONE",
+    "an aggregation that combines the replicas' values",
+    "Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA', or write in cross-replica context.",
+)
+n_times: Callable[[Write], None] = _refused(
+    AggregationError,
+    "an ON_READ variable with aggregation SUM in cross-replica context, where it would be added to every copy",
+    "a call in a step function, where each replica adds to its own copy",
+    "Call it inside strategy.run, or use assign to set the total.",
+)
+no_rows: Callable[[Write], None] = _refused(
+    UnsupportedError,
+    "an ON_READ variable",
+    "an ON_WRITE variable",
+    "Write whole values: v.assign(...), v.assign_add(slices.to_dense()).",
+)
+not_sum: Callable[[Write], None] = _refused(
+    UnsupportedError,
+    "an aggregation that adds",
+    "aggregation NONE or ONLY_FIRST_REPLICA",
+    "Use scatter_add or scatter_sub, whose updates can be summed.",
+)
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+_ON_WRITE, _ON_READ = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
+_NONE, _SUM, _MEAN, _FIRST = VariableAggregation
+_STEP, _CROSS, _UPDATE = Mode.REPLICA, Mode.CROSS_REPLICA, Mode.UPDATE
+
+#: One row for each synchronization, aggregation and context.  Outside every context, a variable is used as in
+#: cross-replica context; in another strategy's context it is refused.
+POLICIES: Mapping[tuple[VariableSynchronization, VariableAggregation, Mode], Policy] = {
+    # The copies are equal.  A write in a step function combines the replicas' values; elsewhere the ranks have equal
+    # values, and each writes its own.
+    # sync., aggregation, context        read     assign      assign_add  scatter_add scatter_update
+    #                                                         assign_sub  scatter_sub scatter_max
+    (_ON_WRITE, _NONE,  _STEP):   Policy(own,     drifts,     drifts,     drifts,     drifts),
+    (_ON_WRITE, _SUM,   _STEP):   Policy(own,     combined,   combined,   combined,   not_sum),
+    (_ON_WRITE, _MEAN,  _STEP):   Policy(own,     combined,   combined,   combined,   not_sum),
+    (_ON_WRITE, _FIRST, _STEP):   Policy(own,     replica_0s, replica_0s, replica_0s, replica_0s),
+
+    (_ON_WRITE, _NONE,  _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    (_ON_WRITE, _SUM,   _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   not_sum),
+    (_ON_WRITE, _MEAN,  _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   not_sum),
+    (_ON_WRITE, _FIRST, _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+
+    (_ON_WRITE, _NONE,  _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    (_ON_WRITE, _SUM,   _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    (_ON_WRITE, _MEAN,  _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    (_ON_WRITE, _FIRST, _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+
+    # Every replica has its own copy.  A cross-replica read combines the copies; after a cross-replica assign, it
+    # returns the assigned value.
+    (_ON_READ,  _NONE,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _FIRST, _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+
+    (_ON_READ,  _NONE,  _CROSS):  Policy(no_read, alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _CROSS):  Policy(summed,  shared,     n_times,    no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _CROSS):  Policy(summed,  alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _FIRST, _CROSS):  Policy(first,   alike,      alike,      no_rows,    no_rows),
+
+    (_ON_READ,  _NONE,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _FIRST, _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
+}  # fmt: skip
+
+#: A variable of one rank (of the default strategy or a OneDeviceStrategy), in every context.
+LOCAL = Policy(own, alone, alone, alone, alone)
+
+
+def _policies_of(variable: Variable) -> dict[Mode, Policy]:
+    if not variable._reducer.is_alone:
+        return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}
+    policies = dict.fromkeys(Mode, LOCAL)
+    if variable.strategy._is_default and variable.synchronization is VariableSynchronization.ON_READ:
+        policies[Mode.CROSS_REPLICA] = LOCAL._replace(read=own_if_alone)
+    return policies
+
+
+# ------------------------------------------------------------------------------------------------ their memory
+
+
+def _device_memory(communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
+    """Return GPU memory for a variable; None for a variable on the host.
+
+    Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
+    and each read would wait for the GPU.
+    """
+    index = gpu_of(communicator.devices, communicator.rank)
+    if not shape or index is None:
+        return None
+    cupy = cupy_for("a variable on a GPU")
+    with cupy.cuda.Device(index):
+        return cupy.empty(shape, dtype)
+
+
+#: The first slab is small: many strategies have few small variables.  Each later slab is twice as large, up to a limit,
+#: since each slab costs an open file.
+_FIRST_SLAB_BYTES = 2**20
+_MOST_SLAB_BYTES = 64 * 2**20
+
+
+class VariableSlot(NamedTuple):
+    """The position of a variable, the same in the memory of every rank of its node.
+
+    Attributes:
+        slab: the memory of all ranks of the node.
+        offset: the first byte in it; on a cache line.
+    """
+
+    slab: SharedMemory
+    offset: int
+
+
+class VariableStorage:
+    """The memory of the variables of one strategy: slabs that the ranks of a node share, with equal offsets everywhere.
+
+    Variables are allocated in order of creation, so the variables of one model are neighbours in the memory of every
+    rank.  An optimizer can then update its share of all ranks' copies.  Creation is collective: every rank allocates
+    every variable, and the ranks' records are equal without communication.  Copies of a strategy have one storage.
+
+    A place is not used again.  A slab is given back, by each rank for itself, when all variables in it and all views of
+    them have been garbage-collected.
+    """
+
+    def __init__(self) -> None:
+        #: The slab that is being filled, and how many of its bytes are used.
+        self._slab: SharedMemory | None = None
+        self._used = 0
+        #: The size of the next slab; 0, on all ranks together, when the node has no shared memory (any more).
+        self._next_bytes = _FIRST_SLAB_BYTES
+
+    def allocate(
+        self, communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> tuple[Array, VariableSlot | None]:
+        """Return memory for a variable and its slot; None instead of a slot for memory that is not shared.
+
+        All ranks call it inside an agreed call, with equal arguments.  A view of the array keeps the slab.
+        If a rank has no memory, all ranks raise.
+        """
+        nbytes = max(ALIGNMENT, aligned(math.prod(shape) * dtype.itemsize))
+        slot = self._slot(communicator, nbytes) if communicator.size > 1 else None
+        if slot is None:
+            return communicator.guard.on_all(partial(np.empty, shape, dtype)), None
+        return np.ndarray(shape, dtype, slot.slab.own_segment[slot.offset : slot.offset + nbytes]), slot
+
+    def _slot(self, communicator: Ranks, nbytes: int) -> VariableSlot | None:
+        if self._slab is not None and self._used + nbytes <= self._slab.own_segment.nbytes:
+            self._used += nbytes
+            return VariableSlot(self._slab, self._used - nbytes)
+        usual = self._next_bytes
+        if not usual:
+            return None
+        slab = communicator.shared(max(nbytes, usual))
+        if not slab.is_shared:
+            self._next_bytes = 0
+            return None
+        if nbytes < usual:  # a larger variable has a slab for itself
+            self._slab, self._used, self._next_bytes = slab, nbytes, min(2 * usual, _MOST_SLAB_BYTES)
+        return VariableSlot(slab, 0)

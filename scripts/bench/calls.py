@@ -159,7 +159,6 @@ def strategy_of(algorithm: Any = None) -> tuple[Any, Any]:
 
     strategy = Pair()
     strategy.extended._reducer.is_alone = False
-    strategy.extended._is_local = False
     return strategy, ranks
 
 

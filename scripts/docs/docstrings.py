@@ -21,10 +21,6 @@ _CODE = re.compile(r"(?<![`\[])`([A-Za-z_][\w.]*)`(?!`)")
 class Docstrings(griffe.Extension):  # type: ignore[misc]  # griffe is where the site is built
     """Changes what was read from the source."""
 
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Give the class that only type checkers see the words of the class that it stands for."""
-        pkg["strategy.current.ReplicaContext"].docstring = pkg["strategy.replica_context.ReplicaContext"].docstring
-
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         """Find the nearest public classes that the class derives from; leave a private constructor out."""
         kind = next((kind for kind in CLASSES if kind.__name__ == cls.name), object)

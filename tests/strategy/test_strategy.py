@@ -122,7 +122,8 @@ def test_with_enters_the_scope_and_closes_at_the_end() -> None:
             pass
         assert still_works(strategy)
     assert not ms.has_strategy()
-    with pytest.raises(KeyError), ms.MirroredStrategy() as strategy:
+    # A rank that is late hears of the others' failure while it still makes the strategy.
+    with pytest.raises((KeyError, errors.RemoteError)), ms.MirroredStrategy() as strategy:
         raise KeyError("of the program")
     assert not ms.has_strategy()
     with pytest.raises(errors.ContextError, match=r"after its close|failed in its with block: KeyError"):

@@ -19,7 +19,7 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import segments
-from mpistrategy.variables.storage import VariableSlot
+from mpistrategy.variables.variable import VariableSlot
 
 pytestmark = pytest.mark.mpi
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.gpu import cupy_for
+from mpistrategy.arrays.convert import cupy_for
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy

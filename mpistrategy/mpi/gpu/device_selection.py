@@ -18,8 +18,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpistrategy.arrays.convert import cupy_for
 from mpistrategy.arrays.devices import Device, parse
-from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import DeviceError, FallbackWarning, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.guard import Guard

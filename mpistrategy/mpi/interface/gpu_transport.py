@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpistrategy.arrays.gpu import DeviceArray
+from mpistrategy.arrays.convert import DeviceArray
 from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.objects.shown import ranks_in_words
 

@@ -23,9 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.gpu import (
+from mpistrategy.arrays.convert import (
     DeviceArray,
     are_apart,
     by_value,
@@ -34,6 +32,8 @@ from mpistrategy.arrays.gpu import (
     cupy_for,
     own_result,
 )
+from mpistrategy.arrays.devices import gpu_of
+from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
 from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import UNCHOSEN, DevicePath, chosen_path, communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks

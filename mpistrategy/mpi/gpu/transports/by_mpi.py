@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import DeviceArray, cupy_for
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, in_order, kernels_for, own_part
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mpistrategy.arrays.gpu import cupy_for
+from mpistrategy.arrays.convert import cupy_for
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.arrays.convert import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.interface.gpu_transport import (
