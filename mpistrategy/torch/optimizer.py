@@ -157,7 +157,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             dense: dict[int, Any] = {}
             for (_, parameter), kind in zip(parameters, kinds, strict=True):
                 if kind == _SPARSE:
-                    parameter.grad = _combined_rows(parameter, self._op, context)
+                    own = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
+                    divides = self._op is ReduceOp.MEAN
+                    parameter.grad = t.sum_of_rows(call, reducer, own, parameter.shape, divides=divides)
                 elif kind == _DENSE:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
@@ -171,7 +173,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Write the combined gradients into the existing tensors."""
         if not gradients:
             return
-        wide = [_wide(gradient) for gradient in gradients]
+        wide = [t.wide(gradient) for gradient in gradients]
         arrays = [t.in_numpy(tensor) for tensor in wide if tensor.is_cpu and self._options.wire is None]
         plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts_of(arrays))
         if plan is None:
@@ -248,23 +250,3 @@ def _kind(name: str, parameter: Any) -> int:
         return _NONE
     t.checked([parameter.grad], f"{_WHERE}.synchronize, the gradient of {name!r}", is_written=True)
     return _SPARSE if parameter.grad.is_sparse else _DENSE
-
-
-def _wide(tensor: Any) -> Any:
-    """Return a tensor whose memory has its values, in a dtype in which sums are exact enough; usually the tensor."""
-    plain = tensor.resolve_conj().resolve_neg()
-    return plain.to(t.WIDER.get(tensor.dtype, tensor.dtype))
-
-
-def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
-    """Return a sparse gradient: the rows of all ranks."""
-    grad = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
-    own_rows = grad.coalesce()
-    own_places = own_rows.indices().t().contiguous()
-    places, values = context.all_gather([own_places, _wide(own_rows.values())], 0)
-    total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
-        places.t(), values, parameter.shape, device=values.device, check_invariants=False
-    ).coalesce()
-    if op is ReduceOp.MEAN:
-        total = total / context.num_replicas_in_sync
-    return total.to(grad.dtype)

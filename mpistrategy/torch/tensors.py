@@ -14,7 +14,10 @@ import torch
 
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpError, ShapeError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.collectives import Gather
+from mpistrategy.reduction.reducer import Reducer
 
 #: The dtype in which sums of a dtype are taken, before they are rounded once.
 WIDER = {
@@ -89,7 +92,7 @@ def checked(
         tensors: dense tensors, or COO where sparse tensors are allowed.
         where: the public name.
         count: how many there must be, one for each rank; None: any number.
-        dtype: of every tensor; None: any.
+        dtype: of every tensor; None: that of the first.
         numel: the number of elements of every tensor; None: any.
         is_written: whether results are written into the tensors.
     """
@@ -106,7 +109,7 @@ def checked(
                 fix="Give tensor.contiguous(), or torch.empty(...).",
             )
         expected_numel = tensor.numel() if numel is None else numel
-        expected_dtype = tensor.dtype if dtype is None else dtype
+        expected_dtype = dtype or tensors[0].dtype
         if tensor.numel() != expected_numel or tensor.dtype != expected_dtype:
             raise ShapeError.at(
                 where,
@@ -224,3 +227,25 @@ def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[
             expected=f"{ranks} lengths along the first axis, whose sum is {rows}",
         )
     return counts
+
+
+def wide(tensor: Any) -> Any:
+    """Return a tensor whose memory has its values, in a dtype in which sums are exact enough; usually the tensor."""
+    return tensor.resolve_conj().resolve_neg().to(WIDER.get(tensor.dtype, tensor.dtype))
+
+
+def sum_of_rows(call: Call, reducer: Reducer, tensor: Any, shape: Any, *, divides: bool) -> Any:
+    """Return the sum, or the mean, of the ranks' sparse COO tensors of this shape: the rows of all ranks together.
+
+    Collective, without gradients.
+    """
+    call.expect_more()
+    own_rows = tensor.coalesce()
+    parts = [own_rows.indices().t().contiguous(), wide(own_rows.values())]
+    places, values = reducer.run(call.where, Gather, 0, parts)
+    total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
+        places.t(), values, shape, device=values.device, check_invariants=False
+    ).coalesce()
+    if divides:
+        total = total / reducer.communicator.size
+    return total.to(tensor.dtype)
