@@ -55,8 +55,8 @@ _TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
 
 #: References to groups: C++ holds them, too, but falls back to its base class once their Python half is gone.
 _references: list[Any] = []
-#: The strategy whose ranks the next default group has.
-_pending_strategies: list[Strategy] = []
+#: The strategy whose ranks the next default group has, unless it is to have all.
+_pending: list[Strategy] = []
 
 
 def _completed_work(result: Any) -> Any:
@@ -187,7 +187,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         with self._call("all_reduce", site) as call:
             targets = t.checked(tensors, call.where, is_written=True)
             if any(target.is_sparse for target in targets):
-                self._all_reduce_rows(call, tensors, t.operation(opts, call.where)[0])
+                self._all_reduce_rows(call, tensors, t.operation(opts)[0])
             else:
                 t.write(self._reduced(call, targets, opts, in_place=True, is_large=is_large), targets)
 
@@ -213,7 +213,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             is_large: whether the data travel as in the background, where other ranks may make this call.
             words: what else the ranks compare.
         """
-        op, factor = t.operation(opts, call.where)
+        op, factor = t.operation(opts)
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
         travels = "among those in the background" if is_large else ""
         alike = {"op": op, "values": t.values_of(tensors), "options": travels, **words}
@@ -270,29 +270,27 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             t.write(totals, targets if self._rank == root else totals)
         return _completed_work(list(tensors))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ.
 
-        The tensors of a list may be the parts of an entry of `wholes`.
+        The lists may be tensors, too, of which each rank gets an equal part of the elements.
         """
-        for output, parts, whole in zip(outputs, inputs, wholes or [None] * len(outputs), strict=True):
+        for output, given in zip(outputs, inputs, strict=True):
             with self._call("reduce_scatter", self._site()) as call:
-                sources = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
+                sources = t.parts(given, self._ranks)
+                t.checked(sources, call.where, count=self._ranks, dtype=output.dtype)
                 numel = sources[self._rank].numel()
                 targets = t.checked([output], call.where, numel=numel, is_written=True)
-                elements = t.together(sources) if whole is None else whole.detach().reshape(-1)
-                [total] = self._reduced(call, [elements], opts, values=t.values_of(sources))
+                [total] = self._reduced(call, [t.together(given)], opts, values=t.values_of(sources))
                 totals = total.split([source.numel() for source in sources])
                 t.write([totals[self._rank]], targets)
         return _completed_work(list(outputs))
 
+    reduce_scatter_single_coalesced = reduce_scatter
+
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Reduce a tensor, and write the r-th part of its elements into the output of rank r."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Do so with several tensors."""
-        return self.reduce_scatter(outputs, [t.parts(tensor, self._ranks) for tensor in inputs], opts, inputs)
+        return self.reduce_scatter([output], [input], opts)
 
     # -------------------------------------------------------------------------------------------------- gathers
 
@@ -317,19 +315,23 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             results = move(self.communicator, buffers, to, call, **options)
             return [t.from_bytes(*pair) for pair in zip(results, tensors, strict=True)]
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Write the tensor of rank r into the r-th tensor of a list; the tensors' sizes may differ.
 
-        The tensors of a list may be the parts of an entry of `wholes`, a tensor.
+        The lists may be tensors, too, of which each rank's tensor is an equal part.
         """
-        for tensor, parts, whole in zip(inputs, outputs, wholes or [None] * len(outputs), strict=True):
+        for tensor, given in zip(inputs, outputs, strict=True):
             with self._call("all_gather") as call:
-                targets = t.checked(parts, call.where, count=self._ranks, dtype=tensor.dtype, is_written=True)
+                targets = t.parts(given, self._ranks)
+                targets = t.checked(targets, call.where, count=self._ranks, dtype=tensor.dtype, is_written=True)
                 [own] = t.checked([tensor], call.where, numel=targets[self._rank].numel())
-                into = [t.in_bytes(whole.detach())] if whole is not None and whole.is_cpu else None
+                is_whole = isinstance(given, torch.Tensor) and given.is_cpu
+                into = [t.in_bytes(given.detach())] if is_whole else None
                 [gathered] = self._moved(call, gather_arrays, 0, [own], t.values_of(targets), into=into)
                 t.write(gathered.split([target.numel() for target in targets]), targets)
         return _completed_work(list(outputs))
+
+    all_gather_single_coalesced = allgather
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Write the k-th tensor of rank r into ``outputs[r][k]``."""
@@ -337,11 +339,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Write the ranks' tensors, all of one size, one after the other into a tensor."""
-        return self.all_gather_single_coalesced([output], [input])
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Do so with several tensors."""
-        return self.allgather([t.parts(output, self._ranks) for output in outputs], inputs, wholes=outputs)
+        return self.allgather([output], [input])
 
     # ------------------------------------------------------------------------------------ parts for single ranks
 
@@ -361,7 +359,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         """
         targets = t.checked(targets, call.where, count=self._ranks, is_written=True)
         sources = t.checked(sources, call.where, count=self._ranks, dtype=targets[0].dtype)
-        elements = t.flat(t.together(sources) if whole is None else whole)
+        elements = t.flat(t.together(sources if whole is None else whole))
         source_counts = [source.numel() for source in sources]
         target_counts = [target.numel() for target in targets]
         received, _ = exchange(
@@ -527,10 +525,10 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
 
-def _make(options: Any, strategy: Any = None) -> Any:
+def _make(options: Any, _: Any) -> Any:
     """Make the group that torch asks for: the default group, or a group of some ranks, which alone call this."""
     ranks = list(options.global_ranks_in_group)
-    whole = _references[0].communicator if ranks else _of_mpi(strategy or _pending_strategies.pop())
+    whole: Any = _references[0].communicator if ranks else _pending.pop().extended.communicator
     group = ProcessGroupMPI(whole.part(ranks) if ranks else whole.duplicate(), options.store)
     if _chosen_seconds(options.timeout):
         group.set_timeout(options.timeout)
@@ -538,18 +536,8 @@ def _make(options: Any, strategy: Any = None) -> Any:
     return group
 
 
-def _of_mpi(strategy: Strategy) -> MpiRanks:
-    communicator = strategy.extended.communicator
-    if not isinstance(communicator, MpiRanks):
-        raise ContextError.at(
-            _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
-        )
-    return communicator
-
-
-def _store(strategy: Strategy) -> Any:
-    """Return a store that all ranks of a strategy share: rank 0 listens on a free port.  Collective."""
-    communicator = _of_mpi(strategy)
+def _store(communicator: MpiRanks) -> Any:
+    """Return a store that all ranks share: rank 0 listens on a free port.  Collective."""
     host = "127.0.0.1" if communicator.nodes == 1 else socket.gethostname()
     with Call(communicator.guard, _WHERE, anywhere=True) as call:  # the other ranks hear of an error
         store = (
@@ -562,7 +550,8 @@ def _store(strategy: Strategy) -> Any:
     return store or dist.TCPStore(host, int(port), communicator.size, is_master=False)
 
 
-def _refuse_other_launchers() -> None:
+def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[tuple[Any, int, int]]:
+    """Answer ``init_method="mpistrategy://"``."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise LaunchError.at(
             _WHERE,
@@ -570,14 +559,15 @@ def _refuse_other_launchers() -> None:
             expected="ranks of MPI",
             fix="Start it with `mpiexec -n 4 python program.py`, or with srun: torchrun is not needed.",
         )
-
-
-def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[tuple[Any, int, int]]:
-    """Answer ``init_method="mpistrategy://"``."""
-    _refuse_other_launchers()
-    strategy = MirroredStrategy()
-    _pending_strategies.append(strategy)
-    yield _store(strategy), strategy.rank, strategy.num_replicas_in_sync
+    strategy = _pending.pop() if _pending else MirroredStrategy()
+    communicator = strategy.extended.communicator
+    if not isinstance(communicator, MpiRanks):
+        raise ContextError.at(
+            _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
+        )
+    store = _store(communicator)
+    _pending.append(strategy)
+    yield store, communicator.rank, communicator.size
 
 
 def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta | float | None = None) -> None:
@@ -602,7 +592,6 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
     'mpistrategy'
     >>> dist.destroy_process_group()
     """
-    _refuse_other_launchers()
     if dist.is_initialized():
         raise ContextError.at(
             _WHERE,
@@ -610,15 +599,9 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
             expected="none",
             fix="Call torch.distributed.destroy_process_group() before, or use the group that there is.",
         )
-    group_strategy = MirroredStrategy() if strategy is None else strategy
-    dist.init_process_group(
-        NAME,
-        store=_store(group_strategy),
-        rank=group_strategy.rank,
-        world_size=group_strategy.num_replicas_in_sync,
-        timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
-        pg_options=group_strategy,
-    )
+    _pending[:] = [] if strategy is None else [strategy]
+    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    dist.init_process_group(NAME, init_method=f"{NAME}://", timeout=limit)
 
 
 dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])

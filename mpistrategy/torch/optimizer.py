@@ -21,8 +21,7 @@ from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
-from mpistrategy.torch.collectives import all_reduce
-from mpistrategy.torch.starts import broadcast
+from mpistrategy.torch.collectives import all_reduce, broadcast
 
 _WHERE = "DistributedOptimizer"
 #: The kind of a parameter's gradient on a rank; the greatest kind of all ranks decides.
@@ -205,10 +204,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         def synchronized_closure() -> Any:
             loss = closure()
             self._combine_all()
-            if loss is None:
-                return None
-            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            return all_reduce(value, strategy=self._strategy, name="a closure's loss")
+            with torch.no_grad():
+                return all_reduce(loss, strategy=self._strategy, name="a closure's loss")
 
         if closure is None and self._synchronizes and not self._is_synchronized:
             self._combine_all()

@@ -13,51 +13,38 @@ import numpy as np
 import torch
 
 from mpistrategy.arrays.gpu import cupy_for
-from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpError, ShapeError
+from mpistrategy.errors import DeviceError, DTypeError, OptionError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.collectives import Gather
 from mpistrategy.reduction.reducer import Reducer
 
-#: The dtype in which sums of a dtype are taken, before they are rounded once.
-WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-    torch.bool: torch.uint8,
-    **dict.fromkeys((getattr(torch, name) for name in dir(torch) if name.startswith("float8_")), torch.float32),
-}
 _BITWISE: dict[str, Callable[..., Any]] = {
     "BAND": torch.bitwise_and,
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-#: The operations on bytes of 0 and 1 that stand for torch's operations on truth values.
-_OF_TRUTH = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
-_BY_LIBRARY = {
-    "SUM": ReduceOp.SUM,
-    "AVG": ReduceOp.MEAN,
-    "PREMUL_SUM": ReduceOp.SUM,
-    "PRODUCT": ReduceOp.PROD,
-    "MIN": ReduceOp.MIN,
-    "MAX": ReduceOp.MAX,
-}
+#: Of torch's operations, but for sums.
+_BY_LIBRARY = {"AVG": ReduceOp.MEAN, "PRODUCT": ReduceOp.PROD, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
+#: The operations on bytes of 0 and 1 that stand for torch's operations on truth values, where they differ.
+_OF_TRUTH = {"SUM": ReduceOp.MAX, "PRODUCT": ReduceOp.MIN}
 
 
-_OPERATIONS = torch.distributed.ReduceOp
-_KINDS = {
-    name: getattr(_OPERATIONS, name)
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-}
-
-
-def operation(opts: Any, where: str) -> tuple[str, Any]:
+def operation(opts: Any) -> tuple[str, Any]:
     """Return the name of the ReduceOp in options of c10d, without any SUM, and the factor of PREMUL_SUM, else 1."""
-    reduce_op = _OPERATIONS.SUM if opts is None else opts.reduceOp
-    for name, kind in _KINDS.items():
-        if reduce_op == kind:
-            return name, reduce_op.__getstate__()[1] if name == "PREMUL_SUM" else 1
-    raise ReduceOpError.at(where, found=repr(reduce_op), expected=f"torch.distributed.ReduceOp.{' or '.join(_KINDS)}")
+    if opts is None:
+        return "SUM", 1
+    kind, factor = opts.reduceOp.__getstate__()
+    return kind.name, 1 if factor is None else factor
+
+
+def wider(dtype: Any) -> Any:
+    """Return the dtype in which sums of a dtype are taken, before they are rounded once."""
+    if dtype is torch.bool:
+        return torch.uint8
+    if dtype is torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 @cache
@@ -67,14 +54,21 @@ def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[
     Four results: the dtype in which they are combined; the library's operation; torch's operation on bits, which is
     used instead, or None; whether the sum is also divided, and rounded towards zero.
     """
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    name = _OF_TRUTH.get(op) if dtype is torch.bool else op
-    is_refused = op == "PREMUL_SUM" if is_whole else op in _BITWISE
-    if name is None or is_refused or (dtype.is_complex and op not in ("SUM", "AVG")):
-        raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected="an operation that this dtype has")
-    truncates = name == "AVG" and is_whole
-    by = _BY_LIBRARY.get("SUM" if truncates else name, ReduceOp.SUM)
-    return WIDER.get(dtype, dtype), by, _BITWISE.get(name), truncates
+    by = _BY_LIBRARY.get(op, ReduceOp.SUM)
+    truncates = False
+    if dtype.is_complex:
+        possible = "SUM AVG"
+    elif dtype.is_floating_point:
+        possible = "SUM AVG PREMUL_SUM PRODUCT MIN MAX"
+    elif dtype is torch.bool:
+        possible = "SUM PRODUCT MIN MAX BAND BOR BXOR"
+        by = _OF_TRUTH.get(op, by)
+    else:
+        possible = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR"
+        truncates = op == "AVG"
+    if op not in possible.split():
+        raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected=f"one of {possible}")
+    return wider(dtype), ReduceOp.SUM if truncates else by, _BITWISE.get(op), truncates
 
 
 def checked(
@@ -202,17 +196,21 @@ def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def parts(whole: Any, count: int) -> list[Any]:
-    """Return a tensor in equal parts of its elements; in one part where equal parts are impossible."""
+    """Return a list of tensors as it is; a tensor in equal parts of its elements, in one if that is impossible."""
+    if not isinstance(whole, torch.Tensor):
+        return list(whole)
     rows = whole.detach()
     if not rows.dim() or rows.shape[0] % count:
         rows = rows.view(-1)
     return [rows] if rows.shape[0] % count else list(rows.tensor_split(count))
 
 
-def together(tensors: Sequence[Any]) -> Any:
-    """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other."""
-    parts = [flat(tensor, device=tensor.device).view(torch.uint8) for tensor in tensors]
-    return torch.cat(parts).view(tensors[0].dtype)
+def together(tensors: Any) -> Any:
+    """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other; or of one tensor."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.detach().reshape(-1)
+    flat_parts = [flat(tensor.detach(), device=tensor.device).view(torch.uint8) for tensor in tensors]
+    return torch.cat(flat_parts).view(tensors[0].dtype)
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:
@@ -231,7 +229,7 @@ def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[
 
 def wide(tensor: Any) -> Any:
     """Return a tensor whose memory has its values, in a dtype in which sums are exact enough; usually the tensor."""
-    return tensor.resolve_conj().resolve_neg().to(WIDER.get(tensor.dtype, tensor.dtype))
+    return tensor.resolve_conj().resolve_neg().to(wider(tensor.dtype))
 
 
 def sum_of_rows(call: Call, reducer: Reducer, tensor: Any, shape: Any, *, divides: bool) -> Any:
