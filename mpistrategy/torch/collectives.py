@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from mpistrategy.arrays import nest
 from mpistrategy.checkpoint.format import NOT_PLAIN, from_json, to_json
@@ -28,7 +29,6 @@ from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 
 _BROADCAST = "mpistrategy.torch.broadcast"
-pytree: Any = torch.utils._pytree
 #: A collective in a context: of a nest, or of the list of its leaves; with a name that is compared, or None.
 Collective = Callable[[ReplicaContext, Any, Any], Any]
 
@@ -85,7 +85,8 @@ def _carried(
         transposed: makes the gradients of the leaves from the gradients of the results: lists.
         carries: whether gradients can flow through it.
     """
-    of, (leaves, structure) = strategy_for(strategy, where), nest.flatten(value)
+    of = strategy_for(strategy, where)
+    leaves, structure = nest.flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return _made(of, collective, value, tensors, name)
@@ -272,56 +273,48 @@ def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, na
     """
     of = strategy_for(strategy, _BROADCAST)
     if isinstance(thing, torch.nn.Module):
-        _refuse_lonely_statistics(thing)
-        _received({**dict(thing.named_parameters()), **dict(thing.named_buffers())}, root, of, name, must_fit=True)
+        for path, inner in thing.named_modules():
+            if isinstance(inner, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+                raise UnsupportedError.at(
+                    _BROADCAST,
+                    found=f"a SyncBatchNorm as {path or 'the module'!r}, which speaks through torch.distributed",
+                    expected="layers that need no process group",
+                    fix="Use GroupNorm or LayerNorm, or BatchNorm, whose statistics are each rank's own: average them "
+                    "with mst.all_reduce before you evaluate or save.",
+                )
+        _received({**dict(thing.named_parameters()), **dict(thing.named_buffers())}, root, of, name)
     elif is_stateful(thing):
-        state = _received(thing.state_dict(), root, of, name, must_fit=False)
+        state = _received(thing.state_dict() if of.rank == root else None, root, of, name)
         if of.rank != root:
             thing.load_state_dict(state)
     else:
-        return _received(thing, root, of, name, must_fit=True)
+        return _received(thing, root, of, name)
     return thing
 
 
-def _refuse_lonely_statistics(module: Any) -> None:
-    for path, inner in module.named_modules():
-        if isinstance(inner, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
-            raise UnsupportedError.at(
-                _BROADCAST,
-                found=f"a SyncBatchNorm as {path or 'the module'!r}, which speaks through torch.distributed",
-                expected="layers that need no process group",
-                fix="Use GroupNorm or LayerNorm, or BatchNorm, whose statistics are each rank's own: average them "
-                "with mst.all_reduce before you evaluate or save.",
-            )
-
-
-def _received(value: Any, root: int, strategy: Strategy, name: str | None, *, must_fit: bool) -> Any:
+def _received(value: Any, root: int, strategy: Strategy, name: str | None) -> Any:
     """Return `root`'s nest: its structure and plain values come as text, then its tensors.
 
-    Args:
-        value, root, strategy, name: as of `broadcast`.
-        must_fit: whether a rank's nest must have the root's tensors, and gets their values in place; else the rank gets
-            new tensors.
+    The arguments are those of `broadcast`.  A rank that gives a nest must have the root's tensors, and gets their
+    values in place; a rank that gives None gets new tensors.
     """
     communicator = strategy.extended.communicator
     with Call(communicator.guard, _BROADCAST, called=name) as call:
         is_source = strategy.rank == checked_root(root, strategy.size, call.where)
-        is_there = value is not None and (is_source or must_fit)
-        leaves, structure = pytree.tree_flatten_with_path(value if is_there else ())
+        leaves, structure = pytree.tree_flatten_with_path(() if value is None else value)
         own_leaves = {pytree.keystr(path): leaf for path, leaf in leaves}
         descriptions = {path: _description(leaf, path or "the top") for path, leaf in own_leaves.items()}
         text = json.dumps([_in_text(structure), descriptions]) if is_source else ""
         call.agree("broadcast a nest", op=f"from rank {root}")
-        structure, root_descriptions = json.loads(communicator.allgather_text(text)[root])
+        structure, descriptions = json.loads(communicator.allgather_text(text)[root])
         call.expect_more()
-        new_leaves = {
-            path: _leaf_of(description, own_leaves.get(path)) for path, description in root_descriptions.items()
-        }
-        tensors = {path: leaf for path, leaf in (own_leaves or new_leaves).items() if isinstance(leaf, torch.Tensor)}
+        new_leaves = {path: _leaf_of(text, own_leaves.get(path)) for path, text in descriptions.items()}
+        every_leaf = (own_leaves or new_leaves).items()
+        tensors = {path: leaf.detach() for path, leaf in every_leaf if isinstance(leaf, torch.Tensor)}
         # on the host: other ranks may make the root's state on another device
-        received = strategy.broadcast({path: tensor.detach().cpu() for path, tensor in tensors.items()}, root)
+        received = strategy.broadcast({path: tensor.cpu() for path, tensor in tensors.items()}, root)
         for path, tensor in tensors.items():
-            tensor.detach().copy_(received[path])
+            tensor.copy_(received[path])
     return value if is_source else pytree.tree_unflatten(new_leaves.values(), pytree.treespec_loads(structure))
 
 

@@ -78,22 +78,21 @@ class Transfer(dist.Work):  # type: ignore[misc]
     Args:
         group: whose timeout holds.
         message: is under way.
-        results: a flat tensor with the message's memory, for a message that is received; else empty.
-        targets: the tensor that gets the received elements.
+        elements: a flat tensor with the message's memory.
+        target: the tensor that gets the received elements; None for a message that is sent.
     """
 
-    def __init__(
-        self, group: ProcessGroupMPI, message: Message, results: Sequence[Any] = (), targets: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, group: ProcessGroupMPI, message: Message, elements: Any, target: Any) -> None:
         super().__init__()
-        self._group, self._message, self._results, self._targets = group, message, results, targets
+        self._group, self._message, self._elements, self._target = group, message, elements, target
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Wait until the tensor may be used again, or has the data; a timeout of 0 stands for the group's timeout."""
         own = self._group.communicator.guard.timeout
         self._message.wait("torch.distributed.Work.wait", _chosen_seconds(timeout) or own)
-        t.write(self._results, self._targets)
-        self._results = self._targets = ()
+        target, self._target = self._target, None
+        if target is not None:
+            t.write([self._elements], [target])
         return True
 
     def is_completed(self) -> bool:
@@ -408,10 +407,10 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     ) -> Any:
         """Send the r-th part of a tensor's first axis to rank r; without splits the parts are equal."""
         with self._call("all_to_all_single") as call:
-            [target, source] = t.checked([output], call.where, is_written=True) + t.checked([input], call.where)
-            targets = target.split(t.lengths(target, output_splits, self._ranks, call.where))
-            sources = source.split(t.lengths(source, input_splits, self._ranks, call.where))
-            self._exchange(call, targets, sources, whole=source)
+            t.checked([output], call.where, is_written=True)
+            targets = output.split(t.lengths(output, output_splits, self._ranks, call.where))
+            sources = input.split(t.lengths(input, input_splits, self._ranks, call.where))
+            self._exchange(call, targets, sources, whole=input)
         return _completed_work([output])
 
     # -------------------------------------------------------------------------------------- messages, barriers
@@ -430,23 +429,23 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     def _transfer(self, name: str, tensors: Any, peer: int | None, tag: int) -> Any:
         where, receives = f"torch.distributed.{name}", name == "recv"
-        targets = t.checked(tensors, where, count=1, is_written=receives)
+        targets = t.checked(tensors, where, is_written=receives)
         checked_root(peer or 0, self._ranks, where, "peer")
         if not 0 <= tag <= GREATEST_TAG:
             raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
         elements = t.flat(targets[0])
         # takes no turn: the reduction in the background, which has it, may wait for this message on another rank
         message = self.communicator.begin_message(t.in_bytes(elements), peer, tag, sends=not receives)
-        if receives:
-            return Transfer(self, message, [elements], targets)
-        return Transfer(self, message)
+        return Transfer(self, message, elements, targets[0] if receives else None)
 
-    def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks of the group."""
+    def barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> Any:
+        """Wait for all ranks of the group; after the timeout the late ranks are named, as in every call."""
         with self._call("barrier") as call:
             call.wait_as(None if opts is None else _chosen_seconds(opts.timeout))
             call.agree(call.where)
         return _completed_work([])
+
+    monitored_barrier = barrier
 
     # ----------------------------------------------------------------------------------------- what torch asks for
 
@@ -456,10 +455,6 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     name: Any = getBackendName
     # torch asks for these properties; in C++, some call themselves without end
     supports_splitting = supports_coalescing = supports_time_estimate = supports_tensor_alloc = False
-
-    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; after the timeout the late ranks are named, as in every call."""
-        self.barrier(opts)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls wait for the other ranks."""

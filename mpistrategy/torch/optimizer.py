@@ -18,14 +18,13 @@ from mpistrategy.reduction.plan import run_plan
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.strategy.current import strategy_for
-from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 from mpistrategy.torch.collectives import all_reduce, broadcast
 
 _WHERE = "DistributedOptimizer"
-#: The kind of a parameter's gradient on a rank; the greatest kind of all ranks decides.
-_NONE, _SPARSE, _DENSE = 0, 1, 2
+#: The kind of a parameter's gradient on a rank, 0 for none; the greatest kind of all ranks decides.
+_SPARSE, _DENSE = 1, 2
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -144,13 +143,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
         with (
             t.on_stream(t.gpu_of([tensor for _, tensor in parameters])),
-            ReplicaContext(self._strategy, self._strategy.rank) as context,
             torch.no_grad(),
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):
             call.name = f"optimizer {self._number}, step {self._steps}"
             call.structure = ", ".join(f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in parameters)
-            own_kinds = np.array([_kind(*parameter) for parameter in parameters], np.int8)
+            own_kinds = np.zeros(len(parameters), np.int8)
+            for number, (name, parameter) in enumerate(parameters):
+                if parameter.grad is not None:
+                    t.checked([parameter.grad], f"{call.where}, the gradient of {name!r}", is_written=True)
+                    own_kinds[number] = _SPARSE if parameter.grad.is_sparse else _DENSE
             [kinds] = reducer.all_reduce_arrays(call, ReduceOp.MAX, [own_kinds])
             call.expect_more()
             dense: dict[int, Any] = {}
@@ -165,10 +167,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     elif parameter.grad.is_sparse:
                         parameter.grad = parameter.grad.to_dense()
                     dense[parameter.grad.data_ptr()] = parameter.grad.detach()
-            self._combine(call, [gradient for gradient in dense.values() if gradient.numel()], context, reducer)
+            self._combine(call, [gradient for gradient in dense.values() if gradient.numel()], reducer)
         self._steps += 1
 
-    def _combine(self, call: Call, gradients: list[Any], context: ReplicaContext, reducer: Reducer) -> None:
+    def _combine(self, call: Call, gradients: list[Any], reducer: Reducer) -> None:
         """Write the combined gradients into the existing tensors."""
         if not gradients:
             return
@@ -176,7 +178,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         arrays = [t.in_numpy(tensor) for tensor in wide if tensor.is_cpu and self._options.wire is None]
         plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts_of(arrays))
         if plan is None:
-            context.all_reduce(self._op, wide, self._options, out=wide)
+            reducer.all_reduce_leaves(
+                call, self._op, wide, lambda: [""] * len(wide), options=self._options, targets=wide
+            )
         else:
             run_plan(plan.plan, arrays, partial(plan.agree, call))
         t.write(wide, gradients)
@@ -239,11 +243,3 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             expected="one that works with the ranks of its strategy",
             fix="Make a DistributedOptimizer of a copy of `optimizer.optimizer`, or save optimizer.state_dict().",
         )
-
-
-def _kind(name: str, parameter: Any) -> int:
-    """Return which kind of gradient this rank has of a parameter; raise for a gradient that cannot be written."""
-    if parameter.grad is None:
-        return _NONE
-    t.checked([parameter.grad], f"{_WHERE}.synchronize, the gradient of {name!r}", is_written=True)
-    return _SPARSE if parameter.grad.is_sparse else _DENSE

@@ -102,13 +102,12 @@ def checked(
                 expected="a tensor with memory for each element",
                 fix="Give tensor.contiguous(), or torch.empty(...).",
             )
-        expected_numel = tensor.numel() if numel is None else numel
-        expected_dtype = dtype or tensors[0].dtype
-        if tensor.numel() != expected_numel or tensor.dtype != expected_dtype:
+        fitting = tensor.numel() if numel is None else numel, dtype or tensors[0].dtype
+        if (tensor.numel(), tensor.dtype) != fitting:
             raise ShapeError.at(
                 where,
                 found=f"a tensor of {tensor.numel()} elements of {tensor.dtype}",
-                expected=f"{expected_numel} elements of {expected_dtype}",
+                expected=f"{fitting[0]} elements of {fitting[1]}",
             )
     return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
@@ -178,7 +177,7 @@ def in_bytes(tensor: Any, device: Any = None) -> Any:
 
 def from_bytes(data: Any, like: Any) -> Any:
     """Return bytes, an array or a tensor, as a flat tensor of the dtype of another."""
-    if not len(data):
+    if not len(data):  # of which torch makes no view
         return like.new_empty(0)
     return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).view(like.dtype)
 
