@@ -31,7 +31,7 @@ from mpistrategy.mpi.contract.guard import time_limit
 from mpistrategy.mpi.over_mpi.background import Background
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message, exchange
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
-from mpistrategy.options import CommunicationOptions
+from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.collectives import broadcast as broadcast_arrays
 from mpistrategy.reduction.collectives import checked_root
 from mpistrategy.reduction.collectives import gather as gather_arrays
@@ -78,21 +78,20 @@ class Transfer(dist.Work):  # type: ignore[misc]
     Args:
         group: whose timeout holds.
         message: is under way.
-        elements: a flat tensor with the message's memory.
-        target: the tensor that gets the received elements; None for a message that is sent.
+        results: a flat tensor with the message's memory, for a message that is received; else empty.
+        targets: the tensor that gets the received elements.
     """
 
-    def __init__(self, group: ProcessGroupMPI, message: Message, elements: Any, target: Any) -> None:
+    def __init__(self, group: ProcessGroupMPI, message: Message, results: Any, targets: Any) -> None:
         super().__init__()
-        self._group, self._message, self._elements, self._target = group, message, elements, target
+        self._group, self._message, self._results, self._targets = group, message, results, targets
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Wait until the tensor may be used again, or has the data; a timeout of 0 stands for the group's timeout."""
         own = self._group.communicator.guard.timeout
         self._message.wait("torch.distributed.Work.wait", _chosen_seconds(timeout) or own)
-        target, self._target = self._target, None
-        if target is not None:
-            t.write([self._elements], [target])
+        t.write(self._results, self._targets)
+        self._results = self._targets = ()
         return True
 
     def is_completed(self) -> bool:
@@ -213,7 +212,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             words: what else the ranks compare.
         """
         op, factor = t.operation(opts)
-        dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
+        dtype, by, bits = t.reduction(op, tensors[0].dtype, call.where)
         travels = "among those in the background" if is_large else ""
         alike = {"op": op, "values": t.values_of(tensors), "options": travels, **words}
         device = t.gpu_of(tensors)
@@ -224,7 +223,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         if device is not None:
             call.structure = " ".join(map(str, alike.values()))
             with t.on_stream(device):
-                results = self._reducer.all_reduce_leaves(call, by, elements, lambda: [""] * len(elements))
+                results: list[Any] = self._reducer.all_reduce_arrays(call, by, elements)
         else:
             arrays = [t.in_numpy(tensor) for tensor in elements]
             ranks = self._background.connected(call) if is_large else self.communicator
@@ -232,7 +231,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
             totals = run_plan(plan, arrays, agree, in_place=in_place)
             results = elements if in_place else [torch.from_numpy(total) for total in totals]
-        if truncates:
+        if op == "AVG" and by is ReduceOp.SUM:  # of whole numbers
             for result in results:
                 result.div_(self._ranks, rounding_mode="trunc")
         return results
@@ -321,8 +320,8 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         """
         for tensor, given in zip(inputs, outputs, strict=True):
             with self._call("all_gather") as call:
-                targets = t.parts(given, self._ranks)
-                targets = t.checked(targets, call.where, count=self._ranks, dtype=tensor.dtype, is_written=True)
+                parts = t.parts(given, self._ranks)
+                targets = t.checked(parts, call.where, count=self._ranks, dtype=tensor.dtype, is_written=True)
                 [own] = t.checked([tensor], call.where, numel=targets[self._rank].numel())
                 is_whole = isinstance(given, torch.Tensor) and given.is_cpu
                 into = [t.in_bytes(given.detach())] if is_whole else None
@@ -389,9 +388,8 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             [own] = t.checked(own_tensors, call.where, is_written=name == "scatter")
             nothing = own.new_empty(0)
             alone = [own if rank == root else nothing for rank in range(self._ranks)]
-            parts = [nothing] * self._ranks
-            if self._rank == root:
-                parts = t.checked(lists[0], call.where, numel=own.numel())
+            is_root, numel = self._rank == root, own.numel()
+            parts = t.checked(lists[0], call.where, numel=numel) if is_root else [nothing] * self._ranks
             targets, sources = (parts, alone) if name == "gather" else (alone, parts)
             self._exchange(call, targets, sources, [own], f"rank {root}")
         return _completed_work(targets if name == "gather" else [own])
@@ -436,7 +434,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         elements = t.flat(targets[0])
         # takes no turn: the reduction in the background, which has it, may wait for this message on another rank
         message = self.communicator.begin_message(t.in_bytes(elements), peer, tag, sends=not receives)
-        return Transfer(self, message, elements, targets[0] if receives else None)
+        return Transfer(self, message, [elements] if receives else (), targets if receives else ())
 
     def barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> Any:
         """Wait for all ranks of the group; after the timeout the late ranks are named, as in every call."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -14,9 +13,6 @@ import torch
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.plan import run_plan
-from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
@@ -89,7 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
         self._names = {id(tensor): name for name, tensor in pairs}
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
-        self._options = CommunicationOptions(wire=wire)
+        self._options = None if wire is None else CommunicationOptions(wire=wire)
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0
         #: While gradients are combined: hooks of parameters, which notice another backward.
         self._watches: list[Any] = []
@@ -167,23 +163,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     elif parameter.grad.is_sparse:
                         parameter.grad = parameter.grad.to_dense()
                     dense[parameter.grad.data_ptr()] = parameter.grad.detach()
-            self._combine(call, [gradient for gradient in dense.values() if gradient.numel()], reducer)
+            gradients = [gradient for gradient in dense.values() if gradient.numel()]
+            wide = [t.wide(gradient) for gradient in gradients]
+            arrays = [t.in_numpy(tensor) if tensor.is_cpu else tensor for tensor in wide]
+            if arrays:
+                reducer.all_reduce_arrays(call, self._op, arrays, self._options, in_place=True)
+            t.write(wide, gradients)
         self._steps += 1
-
-    def _combine(self, call: Call, gradients: list[Any], reducer: Reducer) -> None:
-        """Write the combined gradients into the existing tensors."""
-        if not gradients:
-            return
-        wide = [t.wide(gradient) for gradient in gradients]
-        arrays = [t.in_numpy(tensor) for tensor in wide if tensor.is_cpu and self._options.wire is None]
-        plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts_of(arrays))
-        if plan is None:
-            reducer.all_reduce_leaves(
-                call, self._op, wide, lambda: [""] * len(wide), options=self._options, targets=wide
-            )
-        else:
-            run_plan(plan.plan, arrays, partial(plan.agree, call))
-        t.write(wide, gradients)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -48,14 +48,13 @@ def wider(dtype: Any) -> Any:
 
 
 @cache
-def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[..., Any] | None, bool]:
+def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[..., Any] | None]:
     """Return how tensors of a dtype are reduced by an operation that `operation` has named.
 
-    Four results: the dtype in which they are combined; the library's operation; torch's operation on bits, which is
-    used instead, or None; whether the sum is also divided, and rounded towards zero.
+    Three results: the dtype in which they are combined; the library's operation, for AVG of whole numbers SUM, which is
+    divided and rounded towards zero; torch's operation on bits, which is used instead, or None.
     """
     by = _BY_LIBRARY.get(op, ReduceOp.SUM)
-    truncates = False
     if dtype.is_complex:
         possible = "SUM AVG"
     elif dtype.is_floating_point:
@@ -65,10 +64,10 @@ def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[
         by = _OF_TRUTH.get(op, by)
     else:
         possible = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR"
-        truncates = op == "AVG"
+        by = ReduceOp.SUM if op == "AVG" else by
     if op not in possible.split():
         raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected=f"one of {possible}")
-    return wider(dtype), ReduceOp.SUM if truncates else by, _BITWISE.get(op), truncates
+    return wider(dtype), by, _BITWISE.get(op)
 
 
 def checked(
