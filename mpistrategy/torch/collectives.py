@@ -149,17 +149,21 @@ def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, n
     """
     shapes = [np.shape(leaf) for leaf in nest.flatten(value)[0]]
 
-    def gathered(context: ReplicaContext, values: Any, name: str | None) -> Any:
-        return context.all_gather(values, axis, name=name)
-
     def part_of_sum(context: ReplicaContext, gradients: list[Any], name: str | None) -> list[Any]:
-        lengths = np.array([shape[axis] for shape in shapes], np.int64)
+        lengths = [shape[axis] for shape in shapes]
         begins = context.scan("SUM", lengths, exclusive=True, name=name)
         totals = context.all_reduce("SUM", gradients, name=name)
-        places = zip(totals, begins.tolist(), lengths.tolist(), strict=True)
-        return [total.narrow(axis, begin, length) for total, begin, length in places]
+        places = zip(totals, begins, lengths, strict=True)
+        return [total.narrow(axis, int(begin), length) for total, begin, length in places]
 
-    return _carried("mpistrategy.torch.all_gather", strategy, value, name, gathered, part_of_sum)
+    return _carried(
+        "mpistrategy.torch.all_gather",
+        strategy,
+        value,
+        name,
+        lambda context, values, name: context.all_gather(values, axis, name=name),
+        part_of_sum,
+    )
 
 
 def reduce_scatter(
@@ -184,15 +188,19 @@ def reduce_scatter(
     where = "mpistrategy.torch.reduce_scatter"
     kind = ReduceOp._parse(op, where)
 
-    def own_part(context: ReplicaContext, values: Any, name: str | None) -> Any:
-        return context.reduce_scatter(op, values, axis, name=name)
-
     def whole(context: ReplicaContext, gradients: list[Any], name: str | None) -> list[Any]:
         divisor = context.num_replicas_in_sync if kind is ReduceOp.MEAN else 1
         return [gradient / divisor for gradient in context.all_gather(gradients, axis, name=name)]
 
-    is_linear = kind in (ReduceOp.SUM, ReduceOp.MEAN)
-    return _carried(where, strategy, value, name, own_part, whole, carries=is_linear)
+    return _carried(
+        where,
+        strategy,
+        value,
+        name,
+        lambda context, values, name: context.reduce_scatter(op, values, axis, name=name),
+        whole,
+        carries=kind in (ReduceOp.SUM, ReduceOp.MEAN),
+    )
 
 
 def all_to_all(

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +31,7 @@ from mpistrategy.mpi.over_mpi.background import Background
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message, exchange
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.collectives import broadcast as broadcast_arrays
-from mpistrategy.reduction.collectives import checked_root
-from mpistrategy.reduction.collectives import gather as gather_arrays
+from mpistrategy.reduction import collectives
 from mpistrategy.reduction.plan import run_plan, usual_plan
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.transfer import layouts_of
@@ -42,16 +39,15 @@ from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 
-# What can be written in Python.
-if TYPE_CHECKING or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
-    from torch.distributed import ProcessGroup as _Base
-else:
-    _Base = torch._C._distributed_c10d.Backend
+# What can be written in Python; torch compares its version as a version, not as a text.
+_Base: Any = dist.ProcessGroup if torch.__version__ < "2.14" else torch._C._distributed_c10d.Backend
 
 NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
+#: A sum; the options of calls without any.
+_SUM: Any = dist.AllreduceOptions()
 #: Whether torch takes a Work that is written in Python: not before 2.7.
-_TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
+_TAKES_WORKS = hasattr(_SUM, "asyncOp")
 
 #: References to groups: C++ holds them, too, but falls back to its base class once their Python half is gone.
 _references: list[Any] = []
@@ -61,8 +57,9 @@ _pending: list[Strategy] = []
 
 def _completed_work(result: Any) -> Any:
     """Return the work of a finished call, or of a call on the current streams; its future holds the result."""
-    tensors = [tensor for item in result for tensor in ([item] if isinstance(item, torch.Tensor) else item)]
-    future: Any = torch.futures.Future(devices=list({tensor.device for tensor in tensors if tensor.is_cuda}))
+    lists = [[item] if isinstance(item, torch.Tensor) else item for item in result]
+    devices = {tensor.device for tensors in lists for tensor in tensors if tensor.is_cuda}
+    future: Any = torch.futures.Future(devices=list(devices))
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)
 
@@ -164,30 +161,31 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------- reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = _SUM) -> Any:
         """Replace each tensor by its reduction over the ranks; large tensors go on in the background between nodes."""
-        dense = [tensor.nbytes for tensor in tensors if tensor.is_cpu and not tensor.is_sparse]
-        is_large = _TAKES_WORKS and len(dense) == len(tensors) and self._background.takes(sum(dense))
-        goes_on = is_large and (opts is None or opts.asyncOp) and not self._background.is_here
+        given = list(tensors)
+        dense = [tensor.nbytes for tensor in given if tensor.is_cpu and not tensor.is_sparse]
+        is_large = _TAKES_WORKS and len(dense) == len(given) and self._background.takes(sum(dense))
+        goes_on = is_large and opts.asyncOp and not self._background.is_here
         # another thread has other lines
         site = self._site() or (call_sites.call_site() if goes_on else None)
-        all_reduce = functools.partial(self._all_reduce, list(tensors), opts, site, is_large=is_large)
+
+        def all_reduce() -> None:
+            with self._call("all_reduce", site) as call:
+                targets = t.checked(given, call.where, is_written=True)
+                if any(target.is_sparse for target in targets):
+                    self._all_reduce_rows(call, given, t.operation(opts)[0])
+                else:
+                    t.write(self._reduced(call, targets, opts, in_place=True, is_large=is_large), targets)
+
         if not goes_on:
             all_reduce()
-            return _completed_work(list(tensors))
+            return _completed_work(given)
         work = functools.partial(self._background.unless_failed, all_reduce)
         job = self._background.submit(work, "torch.distributed.all_reduce")
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
-        return Reduction(self._background, job, list(tensors))
-
-    def _all_reduce(self, tensors: list[Any], opts: Any, site: call_sites.Site | None, *, is_large: bool) -> None:
-        with self._call("all_reduce", site) as call:
-            targets = t.checked(tensors, call.where, is_written=True)
-            if any(target.is_sparse for target in targets):
-                self._all_reduce_rows(call, tensors, t.operation(opts)[0])
-            else:
-                t.write(self._reduced(call, targets, opts, in_place=True, is_large=is_large), targets)
+        return Reduction(self._background, job, given)
 
     allreduce_coalesced = allreduce
 
@@ -213,12 +211,13 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         """
         op, factor = t.operation(opts)
         dtype, by, bits = t.reduction(op, tensors[0].dtype, call.where)
-        travels = "among those in the background" if is_large else ""
-        alike = {"op": op, "values": t.values_of(tensors), "options": travels, **words}
+        alike = {"op": op, "values": t.values_of(tensors), **words}
+        if is_large:
+            alike["options"] = "among those in the background"
         device = t.gpu_of(tensors)
         elements = [t.scaled(tensor, dtype, factor, device) for tensor in tensors]
         if bits is not None:
-            wholes = self._moved(call, gather_arrays, 0, elements, (op, t.values_of(tensors)))
+            wholes = self._moved(call, collectives.gather, 0, elements, (op, t.values_of(tensors)))
             return [functools.reduce(bits, whole.chunk(self._ranks)) for whole in wholes]
         if device is not None:
             call.structure = " ".join(map(str, alike.values()))
@@ -253,8 +252,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
                 found=f"ReduceOp.{op} of sparse tensors, or of sparse and dense ones in one call",
                 expected="SUM or AVG of sparse COO tensors",
             )
-        shapes = [f"{target.dtype}{list(target.shape)} sparse in {target.sparse_dim()}" for target in targets]
-        call.name = f"{op} of {', '.join(shapes)}"
+        call.name = ", ".join(f"{op} of {target.dtype}{list(target.shape)}" for target in targets)
         with t.on_stream(t.gpu_of(targets)), torch.no_grad():
             for target in targets:
                 target.copy_(t.sum_of_rows(call, self._reducer, target, target.shape, divides=op == "AVG"))
@@ -262,13 +260,14 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Replace the root's tensor by the reduction over the ranks; the others keep theirs."""
         with self._call("reduce", self._site()) as call:
-            root = checked_root(opts.rootRank, self._ranks, call.where)
+            root = collectives.checked_root(opts.rootRank, self._ranks, call.where)
             targets = t.checked(tensors, call.where, is_written=True)
-            totals = self._reduced(call, targets, opts, in_place=self._rank == root, destination=f"rank {root}")
-            t.write(totals, targets if self._rank == root else totals)
+            totals = self._reduced(call, targets, opts, destination=f"rank {root}")
+            if self._rank == root:
+                t.write(totals, targets)
         return _completed_work(list(tensors))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = _SUM) -> Any:
         """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ.
 
         The lists may be tensors, too, of which each rank gets an equal part of the elements.
@@ -277,8 +276,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             with self._call("reduce_scatter", self._site()) as call:
                 sources = t.parts(given, self._ranks)
                 t.checked(sources, call.where, count=self._ranks, dtype=output.dtype)
-                numel = sources[self._rank].numel()
-                targets = t.checked([output], call.where, numel=numel, is_written=True)
+                targets = t.checked([output], call.where, numel=sources[self._rank].numel(), is_written=True)
                 [total] = self._reduced(call, [t.together(given)], opts, values=t.values_of(sources))
                 totals = total.split([source.numel() for source in sources])
                 t.write([totals[self._rank]], targets)
@@ -286,7 +284,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     reduce_scatter_single_coalesced = reduce_scatter
 
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = _SUM) -> Any:
         """Reduce a tensor, and write the r-th part of its elements into the output of rank r."""
         return self.reduce_scatter([output], [input], opts)
 
@@ -295,9 +293,10 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Replace each tensor by the root's."""
         with self._call("broadcast") as call:
-            root = checked_root(opts.rootRank, self._ranks, call.where)
+            root = collectives.checked_root(opts.rootRank, self._ranks, call.where)
             targets = t.checked(tensors, call.where, is_written=True)
-            t.write(self._moved(call, broadcast_arrays, root, targets, t.values_of(targets), in_place=True), targets)
+            alike = t.values_of(targets)
+            t.write(self._moved(call, collectives.broadcast, root, targets, alike, in_place=True), targets)
         return _completed_work(list(tensors))
 
     def _moved(
@@ -323,9 +322,8 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
                 parts = t.parts(given, self._ranks)
                 targets = t.checked(parts, call.where, count=self._ranks, dtype=tensor.dtype, is_written=True)
                 [own] = t.checked([tensor], call.where, numel=targets[self._rank].numel())
-                is_whole = isinstance(given, torch.Tensor) and given.is_cpu
-                into = [t.in_bytes(given.detach())] if is_whole else None
-                [gathered] = self._moved(call, gather_arrays, 0, [own], t.values_of(targets), into=into)
+                into = [t.in_bytes(given.detach())] if isinstance(given, torch.Tensor) and given.is_cpu else None
+                [gathered] = self._moved(call, collectives.gather, 0, [own], t.values_of(targets), into=into)
                 t.write(gathered.split([target.numel() for target in targets]), targets)
         return _completed_work(list(outputs))
 
@@ -384,12 +382,13 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     def _with_root(self, name: str, own_tensors: Any, lists: Any, opts: Any) -> Any:
         """Move a tensor of every rank into the root's list of tensors ("gather"), or out of it ("scatter")."""
         with self._call(name) as call:
-            root = checked_root(opts.rootRank, self._ranks, call.where)
+            root = collectives.checked_root(opts.rootRank, self._ranks, call.where)
             [own] = t.checked(own_tensors, call.where, is_written=name == "scatter")
             nothing = own.new_empty(0)
             alone = [own if rank == root else nothing for rank in range(self._ranks)]
-            is_root, numel = self._rank == root, own.numel()
-            parts = t.checked(lists[0], call.where, numel=numel) if is_root else [nothing] * self._ranks
+            parts = (
+                t.checked(lists[0], call.where, numel=own.numel()) if self._rank == root else [nothing] * self._ranks
+            )
             targets, sources = (parts, alone) if name == "gather" else (alone, parts)
             self._exchange(call, targets, sources, [own], f"rank {root}")
         return _completed_work(targets if name == "gather" else [own])
@@ -428,7 +427,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     def _transfer(self, name: str, tensors: Any, peer: int | None, tag: int) -> Any:
         where, receives = f"torch.distributed.{name}", name == "recv"
         targets = t.checked(tensors, where, is_written=receives)
-        checked_root(peer or 0, self._ranks, where, "peer")
+        collectives.checked_root(peer or 0, self._ranks, where, "peer")
         if not 0 <= tag <= GREATEST_TAG:
             raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
         elements = t.flat(targets[0])
@@ -450,7 +449,6 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return NAME
 
-    name: Any = getBackendName
     # torch asks for these properties; in C++, some call themselves without end
     supports_splitting = supports_coalescing = supports_time_estimate = supports_tensor_alloc = False
 
@@ -476,7 +474,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
     # what C++ cannot do for a group that is written in Python, up to torch 2.13
     #: The name that torch gives the group.
     group_name: str = ""
-    _device_types: tuple[Any, ...] = (torch.device("cpu"), torch.device("cuda"))
+    _device_types: Any = (torch.device("cpu"), torch.device("cuda"))
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self.group_name = name
@@ -529,23 +527,9 @@ def _make(options: Any, _: Any) -> Any:
     return group
 
 
-def _store(communicator: MpiRanks) -> Any:
-    """Return a store that all ranks share: rank 0 listens on a free port.  Collective."""
-    host = "127.0.0.1" if communicator.nodes == 1 else socket.gethostname()
-    with Call(communicator.guard, _WHERE, anywhere=True) as call:  # the other ranks hear of an error
-        store = (
-            None
-            if communicator.rank
-            else dist.TCPStore(host, 0, communicator.size, is_master=True, wait_for_workers=False)
-        )
-        call.agree("make a store")
-    host, port = communicator.allgather_text(f"{host} {store.port}" if store else "")[0].split()
-    return store or dist.TCPStore(host, int(port), communicator.size, is_master=False)
-
-
 def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[tuple[Any, int, int]]:
-    """Answer ``init_method="mpistrategy://"``."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """Answer ``init_method="mpistrategy://"`` with a store that all ranks share, this rank and their number."""
+    if dist.is_torchelastic_launched():
         raise LaunchError.at(
             _WHERE,
             found="a program that torchrun has started",
@@ -558,7 +542,14 @@ def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iter
         raise ContextError.at(
             _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
         )
-    store = _store(communicator)
+    host = "127.0.0.1" if communicator.nodes == 1 else socket.gethostname()
+    store = None
+    with Call(communicator.guard, _WHERE, anywhere=True) as call:  # the other ranks hear of an error
+        if communicator.rank == 0:  # it listens on a free port
+            store = dist.TCPStore(host, 0, communicator.size, is_master=True, wait_for_workers=False)
+        call.agree("make a store")
+    host, port = communicator.allgather_text(f"{host} {store.port}" if store else "")[0].split()
+    store = store or dist.TCPStore(host, int(port), communicator.size, is_master=False)
     _pending.append(strategy)
     yield store, communicator.rank, communicator.size
 
@@ -599,4 +590,4 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
 
 dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
 dist.register_rendezvous_handler(NAME, _rendezvous)
-call_sites.pass_over(os.path.dirname(torch.__file__))
+call_sites.pass_over(torch.__path__[0])

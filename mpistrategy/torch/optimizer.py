@@ -99,12 +99,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _parameters(self) -> list[tuple[str, Any]]:
         """Return the names and tensors of all parameters, each once."""
-        parameters = {
-            id(tensor): (self._names.get(id(tensor), f"parameter {number} of group {at}"), tensor)
-            for at, group in enumerate(self.optimizer.param_groups)
-            for number, tensor in enumerate(group["params"])
-        }
-        return list(parameters.values())
+        tensors = {id(tensor): tensor for group in self.optimizer.param_groups for tensor in group["params"]}
+        names = [self._names.get(key, f"parameter {number}") for number, key in enumerate(tensors)]
+        return list(zip(names, tensors.values(), strict=True))
 
     # ------------------------------------------------------------------------------------------------ the steps
 
@@ -155,20 +152,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             for (_, parameter), kind in zip(parameters, kinds, strict=True):
                 if kind == _SPARSE:
                     own = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
-                    divides = self._op is ReduceOp.MEAN
-                    parameter.grad = t.sum_of_rows(call, reducer, own, parameter.shape, divides=divides)
+                    parameter.grad = t.sum_of_rows(
+                        call, reducer, own, parameter.shape, divides=self._op is ReduceOp.MEAN
+                    )
                 elif kind == _DENSE:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     elif parameter.grad.is_sparse:
                         parameter.grad = parameter.grad.to_dense()
-                    dense[parameter.grad.data_ptr()] = parameter.grad.detach()
-            gradients = [gradient for gradient in dense.values() if gradient.numel()]
-            wide = [t.wide(gradient) for gradient in gradients]
+                    if parameter.numel():
+                        dense[parameter.grad.data_ptr()] = parameter.grad.detach()
+            wide = [t.wide(gradient) for gradient in dense.values()]
             arrays = [t.in_numpy(tensor) if tensor.is_cpu else tensor for tensor in wide]
             if arrays:
                 reducer.all_reduce_arrays(call, self._op, arrays, self._options, in_place=True)
-            t.write(wide, gradients)
+            t.write(wide, [*dense.values()])
         self._steps += 1
 
     @contextlib.contextmanager

@@ -16,14 +16,10 @@ from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import DeviceError, DTypeError, OptionError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.collectives import Gather
+from mpistrategy.reduction.collectives import Gather, Values
 from mpistrategy.reduction.reducer import Reducer
 
-_BITWISE: dict[str, Callable[..., Any]] = {
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 #: Of torch's operations, but for sums.
 _BY_LIBRARY = {"AVG": ReduceOp.MEAN, "PRODUCT": ReduceOp.PROD, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
 #: The operations on bytes of 0 and 1 that stand for torch's operations on truth values, where they differ.
@@ -31,9 +27,7 @@ _OF_TRUTH = {"SUM": ReduceOp.MAX, "PRODUCT": ReduceOp.MIN}
 
 
 def operation(opts: Any) -> tuple[str, Any]:
-    """Return the name of the ReduceOp in options of c10d, without any SUM, and the factor of PREMUL_SUM, else 1."""
-    if opts is None:
-        return "SUM", 1
+    """Return the name of the ReduceOp in options of c10d, and the factor of PREMUL_SUM, else 1."""
     kind, factor = opts.reduceOp.__getstate__()
     return kind.name, 1 if factor is None else factor
 
@@ -188,7 +182,7 @@ def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
             target.copy_(result.view(target.shape))
 
 
-def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def values_of(tensors: Sequence[Any]) -> Values:
     """Return dtypes and numbers of elements, as ranks compare them."""
     return tuple([(str(tensor.dtype).removeprefix("torch."), (tensor.numel(),)) for tensor in tensors])
 
