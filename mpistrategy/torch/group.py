@@ -181,8 +181,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         if not goes_on:
             all_reduce()
             return _completed_work(given)
-        work = functools.partial(self._background.unless_failed, all_reduce)
-        job = self._background.submit(work, "torch.distributed.all_reduce")
+        job = self._background.submit(all_reduce, "torch.distributed.all_reduce")
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return Reduction(self._background, job, given)
@@ -584,8 +583,11 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
             fix="Call torch.distributed.destroy_process_group() before, or use the group that there is.",
         )
     _pending[:] = [] if strategy is None else [strategy]
-    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-    dist.init_process_group(NAME, init_method=f"{NAME}://", timeout=limit)
+    dist.init_process_group(
+        NAME,
+        init_method=f"{NAME}://",
+        timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
+    )
 
 
 dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])

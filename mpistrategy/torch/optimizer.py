@@ -166,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             arrays = [t.in_numpy(tensor) if tensor.is_cpu else tensor for tensor in wide]
             if arrays:
                 reducer.all_reduce_arrays(call, self._op, arrays, self._options, in_place=True)
-            t.write(wide, [*dense.values()])
+            t.write(wide, dense.values())
         self._steps += 1
 
     @contextlib.contextmanager

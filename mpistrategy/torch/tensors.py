@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -22,8 +22,6 @@ from mpistrategy.reduction.reducer import Reducer
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 #: Of torch's operations, but for sums.
 _BY_LIBRARY = {"AVG": ReduceOp.MEAN, "PRODUCT": ReduceOp.PROD, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
-#: The operations on bytes of 0 and 1 that stand for torch's operations on truth values, where they differ.
-_OF_TRUTH = {"SUM": ReduceOp.MAX, "PRODUCT": ReduceOp.MIN}
 
 
 def operation(opts: Any) -> tuple[str, Any]:
@@ -55,7 +53,7 @@ def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[
         possible = "SUM AVG PREMUL_SUM PRODUCT MIN MAX"
     elif dtype is torch.bool:
         possible = "SUM PRODUCT MIN MAX BAND BOR BXOR"
-        by = _OF_TRUTH.get(op, by)
+        by = {"SUM": ReduceOp.MAX, "PRODUCT": ReduceOp.MIN}.get(op, by)  # on bytes of 0 and 1
     else:
         possible = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR"
         by = ReduceOp.SUM if op == "AVG" else by
@@ -175,7 +173,7 @@ def from_bytes(data: Any, like: Any) -> Any:
     return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).view(like.dtype)
 
 
-def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
+def write(results: Iterable[Any], targets: Iterable[Any]) -> None:
     """Write the elements of results into targets, unless they share memory."""
     for result, target in zip(results, targets, strict=True):
         if result is not target and (result.data_ptr() != target.data_ptr() or not target.is_contiguous()):
