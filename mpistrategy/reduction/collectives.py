@@ -214,17 +214,19 @@ def _moved_back(array: Any, axis: int) -> Any:
         return result if result.flags.c_contiguous else result.copy()
 
 
-def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Targets = None) -> list[Array]:
-    """Return each array of all ranks, concatenated along `axis`; in GPU memory for arrays in GPU memory.
+def gather(ranks: Ranks, values: Sequence[Any], axis: int, call: Call, into: Targets = None) -> list[Any]:
+    """Return each array of all ranks, concatenated along `axis`, in the kinds of this rank's values.
 
     Args:
         ranks: the ranks that take part.
-        arrays: this rank's arrays, equal on all ranks in dtypes and shapes, but for the length along `axis`.
+        values: this rank's arrays, equal on all ranks in dtypes and shapes, but for the length along `axis`.
         axis: from 0 on.
         call: the guard's call that all ranks make.
         into: memory for each result on the host, or None: used where that saves a copy, and if `axis` is 0.
     """
-    return move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, arrays, call)
+    arrays = [array_where_it_is(value, call.where) for value in values]
+    results = move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, values, call)
+    return [*map(like_given, results, values)]
 
 
 class Gather(EachArray):
@@ -600,13 +602,13 @@ def _zeros(name: str, shape: tuple[int, ...], is_number: bool) -> Any:
     return zeros[()] if is_number else zeros
 
 
-def checked_root(root: Any, size: int, where: str) -> int:
+def checked_root(root: Any, size: int, where: str, name: str = "root") -> int:
     """Return `root` as a rank.
 
     Raises:
         OptionTypeError, OptionError: when it is not a rank.
     """
-    rank = whole_number(where, "root", root)
+    rank = whole_number(where, name, root)
     if not 0 <= rank < size:
-        raise OptionError.at(where, found=f"root={rank}", expected=f"a rank from 0 to {size - 1}")
+        raise OptionError.at(where, found=f"{name}={rank}", expected=f"a rank from 0 to {size - 1}")
     return rank

@@ -45,6 +45,7 @@ from mpistrategy.reduction.plan import (
     WeightedPlan,
     checked_weight,
     kind_of,
+    run_plan,
     sums_of,
 )
 from mpistrategy.reduction.transfer import (
@@ -431,13 +432,22 @@ class Reducer:
         plan = self.plan_for(sums_of(layouts), ReduceOp.SUM, options)
         return None if plan is None else WeightedMeans(self.communicator, layouts, plan)
 
-    def all_reduce_arrays(self, call: Call, op: ReduceOp, arrays: list[Array]) -> list[Array]:
-        """Return the reductions of arrays on every rank; inside `call`, in any context."""
-        if {*map(type, arrays)} == {np.ndarray}:
+    def all_reduce_arrays(
+        self,
+        call: Call,
+        op: ReduceOp,
+        arrays: list[Array],
+        options: CommunicationOptions | None = None,
+        *,
+        in_place: bool = False,
+    ) -> list[Array]:
+        """Return the reductions of arrays on every rank, with `in_place` in their own memory; inside `call`."""
+        if options is None and {*map(type, arrays)} == {np.ndarray}:
             plan = self.plan_of_arrays(op, layouts_of(arrays))
             if plan is not None:
-                return plan.run(call, arrays)
-        results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), is_batch=False)
+                return run_plan(plan.plan, arrays, partial(plan.agree, call), in_place=in_place)
+        more: dict[str, Any] = {"options": options, "targets": arrays if in_place else None, "is_batch": False}
+        results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), **more)
         return [result if is_on_device(result) else np.asarray(result) for result in results]
 
     def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], *, on_gpu: bool = False) -> ArraysPlan | None:

@@ -11,10 +11,9 @@ The rest of a training loop for one process stays as it is.  Nothing of torch is
 """
 
 from mpistrategy.input.sampler import Sampler
-from mpistrategy.torch.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from mpistrategy.torch.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from mpistrategy.torch.group import init_process_group
 from mpistrategy.torch.optimizer import DistributedOptimizer
-from mpistrategy.torch.process_group import init_process_group
-from mpistrategy.torch.starts import broadcast
 
 __all__ = [
     "DistributedOptimizer",

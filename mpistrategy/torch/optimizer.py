@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -14,18 +13,13 @@ import torch
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.plan import run_plan
-from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.transfer import layouts_of
-from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy, strategy_for
 from mpistrategy.torch import tensors as t
-from mpistrategy.torch.collectives import all_reduce
-from mpistrategy.torch.starts import broadcast
+from mpistrategy.torch.collectives import all_reduce, broadcast
 
 _WHERE = "DistributedOptimizer"
-#: The kind of a parameter's gradient on a rank; the greatest kind of all ranks decides.
-_NONE, _SPARSE, _DENSE = 0, 1, 2
+#: The kind of a parameter's gradient on a rank, 0 for none; the greatest kind of all ranks decides.
+_SPARSE, _DENSE = 1, 2
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -90,7 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
         self._names = {id(tensor): name for name, tensor in pairs}
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
-        self._options = CommunicationOptions(wire=wire)
+        self._options = None if wire is None else CommunicationOptions(wire=wire)
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0
         #: While gradients are combined: hooks of parameters, which notice another backward.
         self._watches: list[Any] = []
@@ -104,12 +98,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _parameters(self) -> list[tuple[str, Any]]:
         """Return the names and tensors of all parameters, each once."""
-        parameters = {
-            id(tensor): (self._names.get(id(tensor), f"parameter {number} of group {at}"), tensor)
-            for at, group in enumerate(self.optimizer.param_groups)
-            for number, tensor in enumerate(group["params"])
-        }
-        return list(parameters.values())
+        tensors = {id(tensor): tensor for group in self.optimizer.param_groups for tensor in group["params"]}
+        names = [self._names.get(key, f"parameter {number}") for number, key in enumerate(tensors)]
+        return list(zip(names, tensors.values(), strict=True))
 
     # ------------------------------------------------------------------------------------------------ the steps
 
@@ -144,40 +135,38 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
         with (
             t.on_stream(t.gpu_of([tensor for _, tensor in parameters])),
-            ReplicaContext(self._strategy, self._strategy.rank) as context,
             torch.no_grad(),
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):
             call.name = f"optimizer {self._number}, step {self._steps}"
             call.structure = ", ".join(f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in parameters)
-            own_kinds = np.array([_kind(*parameter) for parameter in parameters], np.int8)
+            own_kinds = np.zeros(len(parameters), np.int8)
+            for number, (name, parameter) in enumerate(parameters):
+                if parameter.grad is not None:
+                    t.checked([parameter.grad], f"{call.where}, the gradient of {name!r}", is_written=True)
+                    own_kinds[number] = _SPARSE if parameter.grad.is_sparse else _DENSE
             [kinds] = reducer.all_reduce_arrays(call, ReduceOp.MAX, [own_kinds])
             call.expect_more()
             dense: dict[int, Any] = {}
             for (_, parameter), kind in zip(parameters, kinds, strict=True):
                 if kind == _SPARSE:
-                    parameter.grad = _combined_rows(parameter, self._op, context)
+                    own = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
+                    parameter.grad = t.sum_of_rows(
+                        call, reducer, own, parameter.shape, divides=self._op is ReduceOp.MEAN
+                    )
                 elif kind == _DENSE:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     elif parameter.grad.is_sparse:
                         parameter.grad = parameter.grad.to_dense()
-                    dense[parameter.grad.data_ptr()] = parameter.grad.detach()
-            self._combine(call, [gradient for gradient in dense.values() if gradient.numel()], context, reducer)
+                    if parameter.numel():
+                        dense[parameter.grad.data_ptr()] = parameter.grad.detach()
+            wide = [t.wide(gradient) for gradient in dense.values()]
+            arrays = [t.in_numpy(tensor) if tensor.is_cpu else tensor for tensor in wide]
+            if arrays:
+                reducer.all_reduce_arrays(call, self._op, arrays, self._options, in_place=True)
+            t.write(wide, dense.values())
         self._steps += 1
-
-    def _combine(self, call: Call, gradients: list[Any], context: ReplicaContext, reducer: Reducer) -> None:
-        """Write the combined gradients into the existing tensors."""
-        if not gradients:
-            return
-        wide = [_wide(gradient) for gradient in gradients]
-        arrays = [t.in_numpy(tensor) for tensor in wide if tensor.is_cpu and self._options.wire is None]
-        plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts_of(arrays))
-        if plan is None:
-            context.all_reduce(self._op, wide, self._options, out=wide)
-        else:
-            run_plan(plan.plan, arrays, partial(plan.agree, call))
-        t.write(wide, gradients)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -202,10 +191,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         def synchronized_closure() -> Any:
             loss = closure()
             self._combine_all()
-            if loss is None:
-                return None
-            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            return all_reduce(value, strategy=self._strategy, name="a closure's loss")
+            with torch.no_grad():
+                return all_reduce(loss, strategy=self._strategy, name="a closure's loss")
 
         if closure is None and self._synchronizes and not self._is_synchronized:
             self._combine_all()
@@ -239,31 +226,3 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             expected="one that works with the ranks of its strategy",
             fix="Make a DistributedOptimizer of a copy of `optimizer.optimizer`, or save optimizer.state_dict().",
         )
-
-
-def _kind(name: str, parameter: Any) -> int:
-    """Return which kind of gradient this rank has of a parameter; raise for a gradient that cannot be written."""
-    if parameter.grad is None:
-        return _NONE
-    t.checked([parameter.grad], f"{_WHERE}.synchronize, the gradient of {name!r}", is_written=True)
-    return _SPARSE if parameter.grad.is_sparse else _DENSE
-
-
-def _wide(tensor: Any) -> Any:
-    """Return a tensor whose memory has its values, in a dtype in which sums are exact enough; usually the tensor."""
-    plain = tensor.resolve_conj().resolve_neg()
-    return plain.to(t.WIDER.get(tensor.dtype, tensor.dtype))
-
-
-def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
-    """Return a sparse gradient: the rows of all ranks."""
-    grad = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
-    own_rows = grad.coalesce()
-    own_places = own_rows.indices().t().contiguous()
-    places, values = context.all_gather([own_places, _wide(own_rows.values())], 0)
-    total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
-        places.t(), values, parameter.shape, device=values.device, check_invariants=False
-    ).coalesce()
-    if op is ReduceOp.MEAN:
-        total = total / context.num_replicas_in_sync
-    return total.to(grad.dtype)

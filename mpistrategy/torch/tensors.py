@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -13,65 +13,53 @@ import numpy as np
 import torch
 
 from mpistrategy.arrays.convert import cupy_for
-from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpError, ShapeError
+from mpistrategy.errors import DeviceError, DTypeError, OptionError, ShapeError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.collectives import Gather, Values
+from mpistrategy.reduction.reducer import Reducer
 
-#: The dtype in which sums of a dtype are taken, before they are rounded once.
-WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-    torch.bool: torch.uint8,
-    **dict.fromkeys((getattr(torch, name) for name in dir(torch) if name.startswith("float8_")), torch.float32),
-}
-_BITWISE: dict[str, Callable[..., Any]] = {
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
-#: The operations on bytes of 0 and 1 that stand for torch's operations on truth values.
-_OF_TRUTH = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
-_BY_LIBRARY = {
-    "SUM": ReduceOp.SUM,
-    "AVG": ReduceOp.MEAN,
-    "PREMUL_SUM": ReduceOp.SUM,
-    "PRODUCT": ReduceOp.PROD,
-    "MIN": ReduceOp.MIN,
-    "MAX": ReduceOp.MAX,
-}
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+#: Of torch's operations, but for sums.
+_BY_LIBRARY = {"AVG": ReduceOp.MEAN, "PRODUCT": ReduceOp.PROD, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
 
 
-_OPERATIONS = torch.distributed.ReduceOp
-_KINDS = {
-    name: getattr(_OPERATIONS, name)
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-}
+def operation(opts: Any) -> tuple[str, Any]:
+    """Return the name of the ReduceOp in options of c10d, and the factor of PREMUL_SUM, else 1."""
+    kind, factor = opts.reduceOp.__getstate__()
+    return kind.name, 1 if factor is None else factor
 
 
-def operation(opts: Any, where: str) -> tuple[str, Any]:
-    """Return the name of the ReduceOp in options of c10d, without any SUM, and the factor of PREMUL_SUM, else 1."""
-    reduce_op = _OPERATIONS.SUM if opts is None else opts.reduceOp
-    for name, kind in _KINDS.items():
-        if reduce_op == kind:
-            return name, reduce_op.__getstate__()[1] if name == "PREMUL_SUM" else 1
-    raise ReduceOpError.at(where, found=repr(reduce_op), expected=f"torch.distributed.ReduceOp.{' or '.join(_KINDS)}")
+def wider(dtype: Any) -> Any:
+    """Return the dtype in which sums of a dtype are taken, before they are rounded once."""
+    if dtype is torch.bool:
+        return torch.uint8
+    if dtype is torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 @cache
-def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[..., Any] | None, bool]:
+def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[..., Any] | None]:
     """Return how tensors of a dtype are reduced by an operation that `operation` has named.
 
-    Four results: the dtype in which they are combined; the library's operation; torch's operation on bits, which is
-    used instead, or None; whether the sum is also divided, and rounded towards zero.
+    Three results: the dtype in which they are combined; the library's operation, for AVG of whole numbers SUM, which is
+    divided and rounded towards zero; torch's operation on bits, which is used instead, or None.
     """
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    name = _OF_TRUTH.get(op) if dtype is torch.bool else op
-    is_refused = op == "PREMUL_SUM" if is_whole else op in _BITWISE
-    if name is None or is_refused or (dtype.is_complex and op not in ("SUM", "AVG")):
-        raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected="an operation that this dtype has")
-    truncates = name == "AVG" and is_whole
-    by = _BY_LIBRARY.get("SUM" if truncates else name, ReduceOp.SUM)
-    return WIDER.get(dtype, dtype), by, _BITWISE.get(name), truncates
+    by = _BY_LIBRARY.get(op, ReduceOp.SUM)
+    if dtype.is_complex:
+        possible = "SUM AVG"
+    elif dtype.is_floating_point:
+        possible = "SUM AVG PREMUL_SUM PRODUCT MIN MAX"
+    elif dtype is torch.bool:
+        possible = "SUM PRODUCT MIN MAX BAND BOR BXOR"
+        by = {"SUM": ReduceOp.MAX, "PRODUCT": ReduceOp.MIN}.get(op, by)  # on bytes of 0 and 1
+    else:
+        possible = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR"
+        by = ReduceOp.SUM if op == "AVG" else by
+    if op not in possible.split():
+        raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected=f"one of {possible}")
+    return wider(dtype), by, _BITWISE.get(op)
 
 
 def checked(
@@ -89,7 +77,7 @@ def checked(
         tensors: dense tensors, or COO where sparse tensors are allowed.
         where: the public name.
         count: how many there must be, one for each rank; None: any number.
-        dtype: of every tensor; None: any.
+        dtype: of every tensor; None: that of the first.
         numel: the number of elements of every tensor; None: any.
         is_written: whether results are written into the tensors.
     """
@@ -105,13 +93,12 @@ def checked(
                 expected="a tensor with memory for each element",
                 fix="Give tensor.contiguous(), or torch.empty(...).",
             )
-        expected_numel = tensor.numel() if numel is None else numel
-        expected_dtype = tensor.dtype if dtype is None else dtype
-        if tensor.numel() != expected_numel or tensor.dtype != expected_dtype:
+        fitting = tensor.numel() if numel is None else numel, dtype or tensors[0].dtype
+        if (tensor.numel(), tensor.dtype) != fitting:
             raise ShapeError.at(
                 where,
                 found=f"a tensor of {tensor.numel()} elements of {tensor.dtype}",
-                expected=f"{expected_numel} elements of {expected_dtype}",
+                expected=f"{fitting[0]} elements of {fitting[1]}",
             )
     return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
@@ -181,35 +168,39 @@ def in_bytes(tensor: Any, device: Any = None) -> Any:
 
 def from_bytes(data: Any, like: Any) -> Any:
     """Return bytes, an array or a tensor, as a flat tensor of the dtype of another."""
-    if not len(data):
+    if not len(data):  # of which torch makes no view
         return like.new_empty(0)
     return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).view(like.dtype)
 
 
-def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
+def write(results: Iterable[Any], targets: Iterable[Any]) -> None:
     """Write the elements of results into targets, unless they share memory."""
     for result, target in zip(results, targets, strict=True):
         if result is not target and (result.data_ptr() != target.data_ptr() or not target.is_contiguous()):
             target.copy_(result.view(target.shape))
 
 
-def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def values_of(tensors: Sequence[Any]) -> Values:
     """Return dtypes and numbers of elements, as ranks compare them."""
     return tuple([(str(tensor.dtype).removeprefix("torch."), (tensor.numel(),)) for tensor in tensors])
 
 
 def parts(whole: Any, count: int) -> list[Any]:
-    """Return a tensor in equal parts of its elements; in one part where equal parts are impossible."""
+    """Return a list of tensors as it is; a tensor in equal parts of its elements, in one if that is impossible."""
+    if not isinstance(whole, torch.Tensor):
+        return list(whole)
     rows = whole.detach()
     if not rows.dim() or rows.shape[0] % count:
         rows = rows.view(-1)
     return [rows] if rows.shape[0] % count else list(rows.tensor_split(count))
 
 
-def together(tensors: Sequence[Any]) -> Any:
-    """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other."""
-    parts = [flat(tensor, device=tensor.device).view(torch.uint8) for tensor in tensors]
-    return torch.cat(parts).view(tensors[0].dtype)
+def together(tensors: Any) -> Any:
+    """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other; or of one tensor."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.detach().reshape(-1)
+    flat_parts = [flat(tensor.detach(), device=tensor.device).view(torch.uint8) for tensor in tensors]
+    return torch.cat(flat_parts).view(tensors[0].dtype)
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:
@@ -224,3 +215,25 @@ def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[
             expected=f"{ranks} lengths along the first axis, whose sum is {rows}",
         )
     return counts
+
+
+def wide(tensor: Any) -> Any:
+    """Return a tensor whose memory has its values, in a dtype in which sums are exact enough; usually the tensor."""
+    return tensor.resolve_conj().resolve_neg().to(wider(tensor.dtype))
+
+
+def sum_of_rows(call: Call, reducer: Reducer, tensor: Any, shape: Any, *, divides: bool) -> Any:
+    """Return the sum, or the mean, of the ranks' sparse COO tensors of this shape: the rows of all ranks together.
+
+    Collective, without gradients.
+    """
+    call.expect_more()
+    own_rows = tensor.coalesce()
+    parts = [own_rows.indices().t().contiguous(), wide(own_rows.values())]
+    places, values = reducer.run(call.where, Gather, 0, parts)
+    total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
+        places.t(), values, shape, device=values.device, check_invariants=False
+    ).coalesce()
+    if divides:
+        total = total / reducer.communicator.size
+    return total.to(tensor.dtype)

@@ -106,15 +106,6 @@ class Background(Freed):
                 ranks.guard.break_off(where, error)
             raise
 
-    def unless_failed(self, work: Callable[[], object]) -> None:
-        """Call `work`, or raise the unreported error of an earlier job.
-
-        For jobs whose errors the program hears of when all are done: it makes none of the later calls on other ranks.
-        """
-        for job in self._failed[:1]:
-            job.result()
-        work()
-
     def join(self, job: Future[Any]) -> None:
         """Wait for a job; meanwhile the background thread has the core."""
         try:
@@ -134,8 +125,14 @@ class Background(Freed):
         return job.result()
 
     def wait(self) -> None:
-        """Wait until all is done; raise the first unreported error.  Does nothing in the thread itself."""
+        """Wait until all is done; raise the first unreported error.
+
+        A job in the thread itself waits for nothing, but goes no further after an error of an earlier job: the program
+        hears of it when all are done, and makes none of the later calls on other ranks.
+        """
         if self.is_here:
+            for job in self._failed[:1]:
+                job.result()
             return
         last = self._last
         if last is not None:
