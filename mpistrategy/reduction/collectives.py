@@ -42,6 +42,7 @@ from mpistrategy.errors import (
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
+from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.settings import checked_switch, whole_number
 from mpistrategy.options import ReduceOp
@@ -173,10 +174,9 @@ class Gathering(Collective):
         self.op: str = f"axis {axes}"
         rows = zip(map(layout_of, arrays), axes, strict=True)
         self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
-        self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
-        self._own_lengths = np.array(self._lengths, np.int64)
+        self._lengths = np.array([array.shape[axis] for array, axis in zip(arrays, axes, strict=True)], np.int64)
         self.sparingly: bool = not any(map(is_on_device, arrays))
-        header = layouts_of([self._own_lengths])
+        header = layouts_of([self._lengths])
         boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
         #: Whether this rank's arrays lie in its mailbox.
         self._fits = boxes is not None
@@ -187,8 +187,8 @@ class Gathering(Collective):
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
         """Give the lengths, and small arrays, before the ranks agree on the call."""
         if self._in_mailboxes is None:
-            return self._numbers.bring(self._own_lengths)
-        self._in_mailboxes.put([self._own_lengths, *arrays])
+            return self._numbers.bring(self._lengths)
+        self._in_mailboxes.put([self._lengths, *arrays])
         return None
 
     def run(self, arrays: Sequence[Any], memory: Any) -> list[Array]:
@@ -198,7 +198,7 @@ class Gathering(Collective):
         else:
             arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
             lengths = np.array([own_arrays[0] for own_arrays in arrays_of_ranks])
-            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
+            if self._fits and (lengths == self._lengths).all():
                 return [*map(np.concatenate, [*zip(*arrays_of_ranks, strict=True)][1:], self._axes)]
         blocks = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._ranks, list(zip(blocks, lengths.T.tolist(), strict=True)), self._into)
@@ -367,11 +367,9 @@ class Scattered(General):
         components = [dense(leaf, call.where) for leaf in leaves]
         axes = [checked_axis(out, reducible(component, call.where).ndim, call.where) for component in components]
         call.structure = f"{structure.text} along axis {', '.join(map(str, axes))}"
-        op = ReduceOp._parse(self.argument, call.where)
-        if self.reducer.agrees_on_none(call, op, structure):
-            return structure.pack([])
-        paths = partial(nest.paths_without_none, value)
-        results = self.reducer.all_reduce_leaves(call, op, leaves, paths, options=self.options)
+        op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.paths_without_none, value)
+        more = {"options": self.options, "num_none": structure.num_none}
+        results = self.reducer.all_reduce_leaves(call, op, leaves, paths, **more)
         return structure.pack([*map(self._own_part, results, axes, components)])
 
     def _own_part(self, result: Any, axis: int, component: Any) -> Any:
@@ -406,10 +404,11 @@ def gather_all(communicator: Ranks, blocks: Sequence[tuple[Array, list[int]]], i
     rooms = communicator.guard.on_all(lambda: [*map(partial(_room, communicator), blocks, targets)])
     for (block, rows), (own_block, result) in zip(blocks, rooms, strict=True):
         counts = [count * prod(block.shape[1:]) for count in rows]
-        if is_on_device(block):
-            gpu.gather_rows(communicator, own_block, counts, result)
-        else:
+        if not is_on_device(result):
             communicator.allgatherv(own_block, counts, result)
+        elif result.size:
+            with on_device_of(result):
+                device_path(communicator).allgather(communicator, own_block, counts, result.reshape(-1))
     return [result for _, result in rooms]
 
 
@@ -503,8 +502,9 @@ class FromRoot(Collective):
         for result in results:
             if not is_on_device(result):
                 self._ranks.bcast(result, self._root)
-        if on_gpu is not None:
-            gpu.bcast(self._ranks, on_gpu, self._root)
+        if on_gpu is not None and on_gpu.size:
+            with on_gpu.device:
+                device_path(self._ranks).bcast(self._ranks, on_gpu, self._root)
         return results
 
     def answer(self) -> None:

@@ -155,11 +155,11 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
     """Copy each source into its target, which has as many elements, on the current stream of the current device.
 
     One kernel does it for 170 arrays.  Targets that are not contiguous, or of another dtype, are left to CuPy, one by
-    one.  A target that is its source, such as an array that was reduced in place, has its values already.
+    one.  A target in the memory of its source, such as an array that was reduced in place, has its values already.
     """
     plain = []
     for source, target in zip(sources, targets, strict=True):
-        if source is target:
+        if source.data.ptr == target.data.ptr:
             continue
         if source.dtype == target.dtype and target.flags.c_contiguous:
             plain.append((source, target.data.ptr))
@@ -170,8 +170,8 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
 
 def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
     """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
-    places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
-    _copy(pack.arrays_in(arrays), places.tolist())
+    places = [bucket.data.ptr + member.start * pack.dtype.itemsize for member in pack.members]
+    _copy(pack.arrays_in(arrays), places)
 
 
 def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
@@ -432,13 +432,6 @@ def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray
     return memory, copies
 
 
-def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
-    """Write rank `root`'s array, which is contiguous and in memory that every path takes, into all ranks' arrays."""
-    if array.size:
-        with array.device:
-            device_path(communicator).bcast(communicator, array.reshape(-1), root)
-
-
 def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
     """Return memory for the blocks of all ranks along the first axis, and in it this rank's block, which comes first.
 
@@ -451,11 +444,3 @@ def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) 
         own_block[...] = block.reshape(-1)
         chosen_path(communicator).check()
         return own_block, memory.reshape((sum(rows), *block.shape[1:]))
-
-
-def gather_rows(communicator: Ranks, own_block: DeviceArray, counts: Sequence[int], memory: DeviceArray) -> None:
-    """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
-    if memory.size:
-        with memory.device:
-            path = device_path(communicator)
-            path.allgather(communicator, own_block, counts, memory.reshape(-1))
