@@ -160,19 +160,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
         Data in the mailboxes last until the next exchange, and a GPU path may begin with one: the plan is first.
         """
-        gpu_indices = [i for i, value in enumerate(values) if is_on_device(value)]
-        operands = list(values)
-        parts: list[tuple[Any, list[int]]] = []
-        if gpu_indices:
-            layouts = layouts_of([values[i] for i in gpu_indices])
-            route = self._transfer(ranks, layouts, op, options, target, on_gpu=True)
-            if route is None:
-                operands = [to_host(value) if is_on_device(value) else value for value in values]
-            else:
-                parts = [(route, gpu_indices)]
-        dense = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
-        layouts = layouts_of([operands[i] for i in dense])
-        return [(self._transfer(ranks, layouts, op, options, target, on_gpu=False), dense), *parts], operands
+        on_gpu = [i for i, value in enumerate(values) if is_on_device(value)]
+        layouts = layouts_of([values[i] for i in on_gpu])
+        route = self._transfer(ranks, layouts, op, options, target, on_gpu=True) if on_gpu else None
+        operands = [to_host(value) if route is None and is_on_device(value) else value for value in values]
+        on_host = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
+        layouts = layouts_of([operands[i] for i in on_host])
+        plan: Any = self._transfer(ranks, layouts, op, options, target, on_gpu=False)
+        return [(plan, on_host), *([] if route is None else [(route, on_gpu)])], operands
 
     def _ways(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
@@ -420,9 +415,10 @@ class AccumulationRoute(CommunicatorRoute):
     def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
         """Return the function's results for all ranks' arrays, value after value."""
         ranks, results = self._ranks, []
+        count = ranks.size if ranks.rank == self._root else 0
         for array, (source, result) in zip(arrays, memory, strict=True):
             # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
-            gathered = ranks.guard.on_all(partial(self._room, result))
+            gathered = ranks.guard.on_all(partial(np.empty, (count, *result.shape), result.dtype))
             ranks.gatherv(source, [result.size] * ranks.size, gathered, self._root)
             dtype = result.dtype if result.dtype.kind in "iu" else array.dtype
             ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
@@ -433,13 +429,9 @@ class AccumulationRoute(CommunicatorRoute):
             results.append(result)
         return results
 
-    def _room(self, array: Array) -> Array | None:
-        is_root = self._ranks.rank == self._root
-        return np.empty((self._ranks.size, *array.shape), array.dtype) if is_root else None
-
-    def _accumulate(self, gathered: Array | None, dtype: np.dtype[Any], target: Array) -> None:
+    def _accumulate(self, gathered: Array, dtype: np.dtype[Any], target: Array) -> None:
         """Write the function's result for all ranks' copies, which it gets in `dtype`, into `target`."""
-        if gathered is None:
+        if not len(gathered):
             return
         copies = gathered.astype(dtype, copy=False)
         result = np.asarray(self._function([copies[rank, ...] for rank in range(len(copies))]))

@@ -311,16 +311,15 @@ class Arena(ArenaBase[T]):
         path = path_word(options, reducer.algorithm._device_path) if self._on_device else ""
         how = op, path, options.wire, in_place
         if how not in self._routes:
-            self._routes[how] = self._route(*how)
+            ranks, wire, buckets = self._communicator, options.wire, self._buckets
+            packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
+            targets = self._own_arrays if in_place else [bucket.result for bucket in buckets]
+            self._routes[how] = (
+                gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
+                if self._on_device
+                else InPlaceRoute(ranks, packs, buckets, op, into_result=not in_place, wire=wire)
+            )
         return how
-
-    def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Transfer:
-        ranks = self._communicator
-        if not self._on_device:
-            return InPlaceRoute(ranks, self._buckets, op, into_result=not in_place, wire=wire)
-        packs = gpu.gpu_packs(layouts_of(self._own_arrays), 1, 0)  # each by itself
-        targets = self._own_arrays if in_place else [bucket.result for bucket in self._buckets]
-        return gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
 
     def _ways(
         self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str
@@ -446,16 +445,24 @@ class InPlaceRoute(Transfer):
 
     Args:
         ranks: the ranks that take part.
-        buckets: the arrays of this node, one bucket for each array that `bring` and `run` get.
+        packs: the arrays that `bring` and `run` get, each by itself.
+        buckets: the arrays of this node, one bucket for each pack.
         op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
         into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
     """
 
     def __init__(
-        self, ranks: Ranks, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool, wire: str | None = None
+        self,
+        ranks: Ranks,
+        packs: tuple[Pack, ...],
+        buckets: Sequence[Replicas],
+        op: ReduceOp,
+        *,
+        into_result: bool,
+        wire: str | None,
     ) -> None:
-        self.packs: tuple[Pack, ...] = packs_of(layouts_of([bucket.own_array for bucket in buckets]), 1, wire=own_dtype)
+        self.packs = packs
         self._ranks = ranks
         self._buckets = [_Bucket(ranks, bucket, op, bucket.result if into_result else None, wire) for bucket in buckets]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
+from numbers import Number
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +29,7 @@ from mpistrategy.arrays.convert import (
     on_device_of,
     reducible,
 )
-from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, is_python_number, quietly
+from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, quietly
 from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import (
@@ -349,10 +350,8 @@ def identity(dtype: np.dtype[Any], op: ReduceOp) -> Any:
     """Return the identity element of SUM, PROD, MIN or MAX for numbers of this dtype."""
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return 1 if op is ReduceOp.PROD else 0
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        return limits.max if op is ReduceOp.MIN else limits.min
-    return np.inf if op is ReduceOp.MIN else -np.inf
+    least, most = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
+    return most if op is ReduceOp.MIN else least
 
 
 # ------------------------------------------------------------------------------------------------- reduce-scatter
@@ -535,16 +534,10 @@ class Broadcast(EachArray):
         return super().run(call, value, out, weight)
 
     def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> FromRoot:
-        ranks = self.reducer.communicator
-        describe = partial(description, value, call.where)
+        ranks, (leaves, structure) = self.reducer.communicator, nest.flatten_without_none(value)
+        kinds = [*map(type, map(contribution, leaves))]  # a plan keeps no values
+        describe = partial(description, structure, layouts_of(arrays), kinds, call.where)
         return FromRoot(ranks, arrays, checked_root(self.argument, ranks.size, call.where), describe)
-
-    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
-        """Return the plan of a nest of arrays and numbers on the host, which can be described; None for others."""
-        plan = super().plan(call, value, out, weight)
-        if isinstance(plan, NestPlan) and isinstance(plan.transfer, FromRoot):
-            plan.transfer.structure = partial(str, description(value, call.where))  # a plan keeps no values
-        return plan
 
 
 def structure_of(ranks: Ranks, root: int, describe: Callable[[], str] = str) -> str:
@@ -552,16 +545,21 @@ def structure_of(ranks: Ranks, root: int, describe: Callable[[], str] = str) -> 
     return ranks.allgather_text(ranks.guard.on_all(describe if ranks.rank == root else str))[root]
 
 
-def description(value: Any, where: str) -> str:
+def description(structure: nest.Structure, layouts: Sequence[Layout], kinds: Sequence[type], where: str) -> str:
     """Return the structure, the dtypes and the shapes of a nest as a text, from which other ranks make a nest like it.
+
+    Args:
+        structure: of the nest.
+        layouts: the dtype and the shape of each leaf.
+        kinds: the type of each leaf.
+        where: the public name in the error.
 
     Raises:
         UnsupportedError: for containers other than dict, list and tuple, for keys that are no plain values, and for
             arrays of other libraries, on GPUs, and with fields.
     """
-    leaves, structure = nest.flatten_without_none(value)
     try:
-        text = repr((structure.pack([*range(len(leaves))]), [*map(_layout, leaves)]))
+        text = repr((structure.pack(range(len(layouts))), [*map(_layout, layouts, kinds)]))
         if nest.flatten_without_none(ast.literal_eval(text)[0])[1] == structure:
             return text
     except (SyntaxError, TypeError, ValueError):  # no literals
@@ -574,18 +572,12 @@ def description(value: Any, where: str) -> str:
     )
 
 
-def _layout(leaf: Any) -> tuple[str, tuple[int, ...], bool]:
-    """Return the dtype of a leaf, its shape, and whether it is a number."""
-    part = contribution(leaf)
-    is_number = isinstance(part, np.generic) or is_python_number(part)
-    dtype = np.asarray(part).dtype if is_number or isinstance(part, (np.ndarray, bool, str, bytes)) else None
-    if dtype is None or dtype.names is not None:
+def _layout(layout: Layout, kind: type) -> tuple[str, tuple[int, ...], bool]:
+    """Return the name of the dtype of a leaf, its shape, and whether it is a number."""
+    (dtype, shape), is_number = layout, issubclass(kind, (np.generic, Number)) and not issubclass(kind, bool)
+    if dtype.names is not None or not (is_number or issubclass(kind, (np.ndarray, bool, str, bytes))):
         raise TypeError
-    return (
-        dtype.name if dtype.type.__module__ == "ml_dtypes" else dtype.newbyteorder("=").str,
-        np.shape(part),
-        is_number,
-    )
+    return dtype.name if dtype.type.__module__ == "ml_dtypes" else dtype.newbyteorder("=").str, shape, is_number
 
 
 def described(text: str) -> Any:

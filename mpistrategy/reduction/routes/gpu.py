@@ -44,7 +44,6 @@ from mpistrategy.reduction.transfer import (
     FEW_ELEMENTS,
     GPU_ALIGNMENT,
     Layout,
-    Member,
     Pack,
     Targets,
     Transfer,
@@ -244,7 +243,6 @@ class _Bucket:
     Attributes:
         pack: the arrays.
         memory: of the pack's dtype: new flat memory, or the caller's result.
-        is_target: whether the memory is the caller's result.
         source: the array that `send` copies into the memory, which holds an earlier result until then; or None.
         payload: the flat array that travels: the memory, or its numbers in another dtype.
         result: the memory, or other memory for a mean of integers.
@@ -253,7 +251,6 @@ class _Bucket:
 
     pack: Pack
     memory: DeviceArray
-    is_target: bool
     source: DeviceArray | None
     payload: DeviceArray
     result: DeviceArray
@@ -331,7 +328,7 @@ class GpuRoute(Transfer):
             payload[...], source = original.reshape(-1), None
         is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
         result = take(mean_dtype(pack.dtype)) if is_whole else memory
-        bucket = _Bucket(pack, memory, target is not None, source, payload, result)
+        bucket = _Bucket(pack, memory, source, payload, result)
         wire: Any = between_nodes(self._ranks, self._wire, dtype, self._op._on_the_wire, BY_NCCL)
         knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
         if knows and self._root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
@@ -369,9 +366,7 @@ class GpuRoute(Transfer):
         """Return the results of the buckets, on the current stream of their device."""
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
         for bucket in memory:
-            members = bucket.pack.members
-            views = [bucket.memory] if bucket.is_target else _views(members, bucket.result)
-            for member, view in zip(members, views, strict=True):
+            for member, view in zip(bucket.pack.members, _views(bucket.pack, bucket.result), strict=True):
                 results[member.index] = view
         return results
 
@@ -390,10 +385,10 @@ class GpuRoute(Transfer):
         return f"in GPU memory, {_PATHS[path.name]} ({path.name}: {path.reason})", copies
 
 
-def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
+def _views(pack: Pack, bucket: DeviceArray) -> list[DeviceArray]:
     """Return the results of a pack: views of its bucket, and copies of numbers, which would keep all of a large one."""
     make, kind, itemsize = type(bucket), bucket.dtype.type, bucket.dtype.itemsize  # CuPy is quicker with a type
-    views = [make(member.shape, kind, bucket.data + member.start * itemsize) for member in members]
+    views = [make(member.shape, kind, bucket.data + member.start * itemsize) for member in pack.members]
     if bucket.size <= FEW_ELEMENTS:
         return views
     return [view.copy() if view.size == 1 else view for view in views]
