@@ -73,7 +73,8 @@ class Arena(ArenaBase[T]):
         strategy: the strategy whose ranks take part.
         like: a nest of arrays, numbers and variables: their structure, shapes and dtypes count.
         shared_result: all ranks of a node get the same memory as result, read-only, and `values` stay as they are;
-            it holds until the next reduction of this arena.  Else the result is written over `values`.
+            it holds until the next reduction of this arena.  In GPU memory it is each rank's own, and new each time.
+            Else the result is written over `values`.
         name: is compared between the ranks instead of the call site.
 
     Attributes:
@@ -133,11 +134,11 @@ class Arena(ArenaBase[T]):
         self._twin, self._where = self._structure.pack(self._leaves), nest.leaves_of(self._values)
         #: Whether results are written over `values`.
         self._in_place: bool = not shared_result
-        #: What an all-reduce returns.
-        self._result: Any = self._values
-        if shared_result:
+        #: What an all-reduce with a shared result returns on the host.
+        self._result: Any = None
+        if shared_result and not self._on_device:
             views = self._views([bucket.result for bucket in self._buckets if bucket.result is not None])
-            for view in [] if self._on_device else views:  # CuPy has no read-only arrays
+            for view in views:
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
         #: How it is reduced, by operation, dtype between nodes, and whether in place.
@@ -313,9 +314,8 @@ class Arena(ArenaBase[T]):
         if how not in self._routes:
             ranks, wire, buckets = self._communicator, options.wire, self._buckets
             packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
-            targets = self._own_arrays if in_place else [bucket.result for bucket in buckets]
             self._routes[how] = (
-                gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
+                gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
                 if self._on_device
                 else InPlaceRoute(ranks, packs, buckets, op, into_result=not in_place, wire=wire)
             )
@@ -354,8 +354,10 @@ class ArenaPlan(Compared, CallPlan):
     def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
         """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
         value._check(self.reducer, call.where, out)
-        self.carry_out(call, value._routes[self.how], value._own_arrays)
-        return value._values if self.how[3] else value._result
+        results = self.carry_out(call, value._routes[self.how], value._own_arrays)
+        if self.how[3]:
+            return value._values
+        return value._structure.pack(value._views(results)) if value._on_device else value._result
 
 
 #: More than any arena has: all arrays of a dtype lie in one bucket.
@@ -365,10 +367,10 @@ _NO_LIMIT = 2**62
 def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu: bool) -> tuple[Replicas, ...]:
     """Return the zeroed memory of these buckets for every rank, and one result for the node where it is asked for.
 
-    Collective.
+    Collective.  On a GPU there is none: results are new memory.
     """
     if on_gpu:
-        return _on_gpu(ranks, packs, shared_result)
+        return _on_gpu(ranks, packs)
     starts = [0, *accumulate(aligned(pack.nbytes) for pack in packs)]
     memory, result = ranks.shared(starts[-1]), None
     segments, me = memory.segments, memory.local_rank
@@ -390,14 +392,13 @@ def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu
     return tuple(buckets)
 
 
-def _on_gpu(ranks: Ranks, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
+def _on_gpu(ranks: Ranks, packs: Sequence[Pack]) -> tuple[Replicas, ...]:
     cupy, index, buckets = cupy_for("an arena in GPU memory"), gpu_of(ranks.devices, ranks.rank), []
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if index is None else index):
         for pack in packs:
-            own_array, *result = (communication_memory(cupy, pack.size, pack.dtype) for _ in range(1 + shared_result))
-            for array in (own_array, *result):
-                array[...] = 0
-            buckets.append(Replicas((own_array,), result=result[0] if shared_result else None))
+            array = communication_memory(cupy, pack.size, pack.dtype)
+            array[...] = 0
+            buckets.append(Replicas((array,)))
     return tuple(buckets)
 
 
