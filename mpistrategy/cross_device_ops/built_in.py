@@ -173,8 +173,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[tuple[Pack, Way]], list[str]]:
         """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
-        where = "Strategy.explain"
-        values = [checked_value(value, op, where) for value in leaves]
+        values = [checked_value(value, op, "Strategy.explain") for value in leaves]
         parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
         ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
         by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]

@@ -99,18 +99,17 @@ class Arena(ArenaBase[T]):
             call.structure = self._structure.text
             if not leaves:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
-            contributions = [contribution(leaf) for leaf in leaves]
-            arrays = checked_leaves(contributions, lambda: nest.leaf_paths(like), call.where, LeafError)
+            arrays = checked_leaves([*map(contribution, leaves)], partial(nest.leaf_paths, like), call.where, LeafError)
             layouts = layouts_of(arrays)
             #: Whether it is in GPU memory: this rank's GPU, or the GPU of an array.
             self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
-                map(is_on_device, contributions)
+                map(is_on_device, arrays)
             )
             #: A bucket for each dtype, in the order of the first arrays.
             self._packs = packs_of(layouts, _NO_LIMIT, wire=own_dtype, alignment=ALIGNMENT)
-            places = {m.index: (number, m) for number, pack in enumerate(self._packs) for m in pack.members}
+            places = [(number, member) for number, pack in enumerate(self._packs) for member in pack.members]
             #: For each array the number of its bucket, and its place there.
-            self._places: list[tuple[int, Member]] = [places[index] for index in range(len(layouts))]
+            self._places: list[tuple[int, Member]] = sorted(places, key=lambda place: place[1].index)
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
@@ -198,8 +197,8 @@ class Arena(ArenaBase[T]):
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         self._routes.clear()
-        self._buckets, self._own_arrays, self._leaves, self._values, self._result = (), [], [], None, None
-        self._twin = None
+        self._buckets, self._own_arrays, self._leaves = (), [], []
+        self._values = self._result = self._twin = None
 
     def _check(self, reducer: Reducer, where: str, out: Any = None) -> None:
         """Raise unless a strategy can reduce the arena as it is.

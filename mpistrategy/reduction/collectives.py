@@ -175,9 +175,10 @@ class Gathering(Collective):
         self.op: str = f"axis {axes}"
         rows = zip(map(layout_of, arrays), axes, strict=True)
         self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
-        self._lengths = np.array([array.shape[axis] for array, axis in zip(arrays, axes, strict=True)], np.int64)
+        self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
+        self._own_lengths = np.array(self._lengths, np.int64)
         self.sparingly: bool = not any(map(is_on_device, arrays))
-        header = layouts_of([self._lengths])
+        header = layouts_of([self._own_lengths])
         boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
         #: Whether this rank's arrays lie in its mailbox.
         self._fits = boxes is not None
@@ -188,8 +189,8 @@ class Gathering(Collective):
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
         """Give the lengths, and small arrays, before the ranks agree on the call."""
         if self._in_mailboxes is None:
-            return self._numbers.bring(self._lengths)
-        self._in_mailboxes.put([self._lengths, *arrays])
+            return self._numbers.bring(self._own_lengths)
+        self._in_mailboxes.put([self._own_lengths, *arrays])
         return None
 
     def run(self, arrays: Sequence[Any], memory: Any) -> list[Array]:
@@ -199,7 +200,7 @@ class Gathering(Collective):
         else:
             arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
             lengths = np.array([own_arrays[0] for own_arrays in arrays_of_ranks])
-            if self._fits and (lengths == self._lengths).all():
+            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
                 return [*map(np.concatenate, [*zip(*arrays_of_ranks, strict=True)][1:], self._axes)]
         blocks = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._ranks, list(zip(blocks, lengths.T.tolist(), strict=True)), self._into)

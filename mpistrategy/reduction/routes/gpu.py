@@ -169,8 +169,8 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
 
 def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
     """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
-    places = [bucket.data.ptr + member.start * pack.dtype.itemsize for member in pack.members]
-    _copy(pack.arrays_in(arrays), places)
+    start, itemsize = bucket.data.ptr, pack.dtype.itemsize
+    _copy(pack.arrays_in(arrays), [start + member.start * itemsize for member in pack.members])
 
 
 def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
