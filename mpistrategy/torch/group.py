@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mpistrategy.arrays.convert import as_device_array, like_given
 from mpistrategy.arrays.values import event_of_reads
-from mpistrategy.cross_device_ops.built_in import MpiAllReduce
+from mpistrategy.cross_device_ops.algorithms import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
