@@ -368,8 +368,9 @@ class Scattered(General):
         axes = [checked_axis(out, reducible(component, call.where).ndim, call.where) for component in components]
         call.structure = f"{structure.text} along axis {', '.join(map(str, axes))}"
         op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.paths_without_none, value)
-        more = {"options": self.options, "num_none": structure.num_none}
-        results = self.reducer.all_reduce_leaves(call, op, leaves, paths, **more)
+        results = self.reducer.all_reduce_leaves(
+            call, op, leaves, paths, options=self.options, num_none=structure.num_none
+        )
         return structure.pack([*map(self._own_part, results, axes, components)])
 
     def _own_part(self, result: Any, axis: int, component: Any) -> Any:
