@@ -228,8 +228,11 @@ class CrossDeviceOps(Algorithm):
         Returns:
             What `reduce_implementation` returns for each pair, in their order.
         """
-        where = f"{type(self).__name__}.batch_reduce"
-        raise UnsupportedError.at(where, found="no batch_reduce_implementation", expected="one in your subclass")
+        raise UnsupportedError.at(
+            f"{type(self).__name__}.batch_reduce",
+            found="no batch_reduce_implementation",
+            expected="one in your subclass",
+        )
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Override: send rank 0's value to the destinations.

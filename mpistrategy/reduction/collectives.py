@@ -212,8 +212,7 @@ class Gathering(Collective):
 def _moved_back(array: Any, axis: int) -> Any:
     """Return an array with its first axis where it was, contiguous."""
     result = np.moveaxis(array, 0, axis)
-    with on_device_of(result):
-        return result if result.flags.c_contiguous else result.copy()
+    return result if result.flags.c_contiguous else copy_of(result)
 
 
 def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Targets = None) -> list[Array]:
