@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy import errors
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ValueContext
 from mpistrategy.context import experimental_set_strategy
-from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.cross_device_ops.built_in import (
+from mpistrategy.cross_device_ops.algorithms import (
+    CrossDeviceOps,
     HierarchicalCopyAllReduce,
     MpiAllReduce,
     NcclAllReduce,

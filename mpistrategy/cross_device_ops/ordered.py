@@ -10,7 +10,7 @@ import numpy as np
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, dtype_name, host_wire_dtype, quietly, sum_dtype_of_mean
 from mpistrategy.arrays.values import IndexedSlices
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
+from mpistrategy.cross_device_ops.algorithms import PackedCrossDeviceOps
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.node_sum import piece_elements

@@ -72,7 +72,8 @@ class Arena(ArenaBase[T]):
         strategy: the strategy whose ranks take part.
         like: a nest of arrays, numbers and variables: their structure, shapes and dtypes count.
         shared_result: all ranks of a node get the same memory as result, read-only, and `values` stay as they are;
-            it holds until the next reduction of this arena.  Else the result is written over `values`.
+            it holds until the next reduction of this arena.  In GPU memory it is each rank's own, and new each time.
+            Else the result is written over `values`.
         name: is compared between the ranks instead of the call site.
 
     Attributes:
@@ -97,18 +98,17 @@ class Arena(ArenaBase[T]):
             call.structure = self._structure.text
             if not leaves:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
-            contributions = [contribution(leaf) for leaf in leaves]
-            arrays = checked_leaves(contributions, lambda: nest.leaf_paths(like), call.where, LeafError)
+            arrays = checked_leaves([*map(contribution, leaves)], partial(nest.leaf_paths, like), call.where, LeafError)
             layouts = layouts_of(arrays)
             #: Whether it is in GPU memory: this rank's GPU, or the GPU of an array.
             self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
-                map(is_on_device, contributions)
+                map(is_on_device, arrays)
             )
             #: A bucket for each dtype, in the order of the first arrays.
             self._packs = packs_of(layouts, _NO_LIMIT, wire=own_dtype, alignment=ALIGNMENT)
-            places = {m.index: (number, m) for number, pack in enumerate(self._packs) for m in pack.members}
+            places = [(number, member) for number, pack in enumerate(self._packs) for member in pack.members]
             #: For each array the number of its bucket, and its place there.
-            self._places: list[tuple[int, Member]] = [places[index] for index in range(len(layouts))]
+            self._places: list[tuple[int, Member]] = sorted(places, key=lambda place: place[1].index)
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
@@ -132,11 +132,11 @@ class Arena(ArenaBase[T]):
         self._twin, self._where = self._structure.pack(self._leaves), nest.leaves_of(self._values)
         #: Whether results are written over `values`.
         self._in_place: bool = not shared_result
-        #: What an all-reduce returns.
-        self._result: Any = self._values
-        if shared_result:
+        #: What an all-reduce with a shared result returns on the host.
+        self._result: Any = None
+        if shared_result and not self._on_device:
             views = self._views([bucket.result for bucket in self._buckets if bucket.result is not None])
-            for view in [] if self._on_device else views:  # CuPy has no read-only arrays
+            for view in views:
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
         #: How it is reduced, by operation, dtype between nodes, and whether in place.
@@ -196,8 +196,8 @@ class Arena(ArenaBase[T]):
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         self._routes.clear()
-        self._buckets, self._own_arrays, self._leaves, self._values, self._result = (), [], [], None, None
-        self._twin = None
+        self._buckets, self._own_arrays, self._leaves = (), [], []
+        self._values = self._result = self._twin = None
 
     def _check(self, reducer: Reducer, where: str, out: Any = None) -> None:
         """Raise unless a strategy can reduce the arena as it is.
@@ -310,16 +310,14 @@ class Arena(ArenaBase[T]):
         path = path_word(options, reducer.algorithm._device_path) if self._on_device else ""
         how = op, path, options.wire, in_place
         if how not in self._routes:
-            self._routes[how] = self._route(*how)
+            ranks, wire, buckets = self._communicator, options.wire, self._buckets
+            packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
+            self._routes[how] = (
+                gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
+                if self._on_device
+                else InPlaceRoute(ranks, packs, buckets, op, into_result=not in_place, wire=wire)
+            )
         return how
-
-    def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Transfer:
-        ranks = self._communicator
-        if not self._on_device:
-            return InPlaceRoute(ranks, self._buckets, op, into_result=not in_place, wire=wire)
-        packs = gpu.gpu_packs(layouts_of(self._own_arrays), 1, 0)  # each by itself
-        targets = self._own_arrays if in_place else [bucket.result for bucket in self._buckets]
-        return gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
 
     def _ways(
         self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str
@@ -354,8 +352,10 @@ class ArenaPlan(Compared, CallPlan):
     def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
         """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
         value._check(self.reducer, call.where, out)
-        self.carry_out(call, value._routes[self.how], value._own_arrays)
-        return value._values if self.how[3] else value._result
+        results = self.carry_out(call, value._routes[self.how], value._own_arrays)
+        if self.how[3]:
+            return value._values
+        return value._structure.pack(value._views(results)) if value._on_device else value._result
 
 
 #: More than any arena has: all arrays of a dtype lie in one bucket.
@@ -365,10 +365,10 @@ _NO_LIMIT = 2**62
 def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu: bool) -> tuple[Replicas, ...]:
     """Return the zeroed memory of these buckets for every rank, and one result for the node where it is asked for.
 
-    Collective.
+    Collective.  On a GPU there is none: results are new memory.
     """
     if on_gpu:
-        return _on_gpu(ranks, packs, shared_result)
+        return _on_gpu(ranks, packs)
     starts = [0, *accumulate(aligned(pack.nbytes) for pack in packs)]
     memory, result = ranks.shared(starts[-1]), None
     segments, me = memory.segments, memory.local_rank
@@ -390,14 +390,13 @@ def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu
     return tuple(buckets)
 
 
-def _on_gpu(ranks: Ranks, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
+def _on_gpu(ranks: Ranks, packs: Sequence[Pack]) -> tuple[Replicas, ...]:
     cupy, index, buckets = cupy_for("an arena in GPU memory"), gpu_of(ranks.devices, ranks.rank), []
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if index is None else index):
         for pack in packs:
-            own_array, *result = (communication_memory(cupy, pack.size, pack.dtype) for _ in range(1 + shared_result))
-            for array in (own_array, *result):
-                array[...] = 0
-            buckets.append(Replicas((own_array,), result=result[0] if shared_result else None))
+            array = communication_memory(cupy, pack.size, pack.dtype)
+            array[...] = 0
+            buckets.append(Replicas((array,)))
     return tuple(buckets)
 
 
@@ -445,16 +444,24 @@ class InPlaceRoute(Transfer):
 
     Args:
         ranks: the ranks that take part.
-        buckets: the arrays of this node, one bucket for each array that `bring` and `run` get.
+        packs: the arrays that `bring` and `run` get, each by itself.
+        buckets: the arrays of this node, one bucket for each pack.
         op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
         into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
     """
 
     def __init__(
-        self, ranks: Ranks, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool, wire: str | None = None
+        self,
+        ranks: Ranks,
+        packs: tuple[Pack, ...],
+        buckets: Sequence[Replicas],
+        op: ReduceOp,
+        *,
+        into_result: bool,
+        wire: str | None,
     ) -> None:
-        self.packs: tuple[Pack, ...] = packs_of(layouts_of([bucket.own_array for bucket in buckets]), 1, wire=own_dtype)
+        self.packs = packs
         self._ranks = ranks
         self._buckets = [_Bucket(ranks, bucket, op, bucket.result if into_result else None, wire) for bucket in buckets]
 

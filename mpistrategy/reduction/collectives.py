@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
+from numbers import Number
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,7 +30,7 @@ from mpistrategy.arrays.convert import (
     on_device_of,
     reducible,
 )
-from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, is_python_number, quietly
+from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, quietly
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import (
     LeafError,
@@ -42,6 +43,7 @@ from mpistrategy.errors import (
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
+from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.settings import checked_switch, whole_number
 from mpistrategy.options import ReduceOp
@@ -210,8 +212,7 @@ class Gathering(Collective):
 def _moved_back(array: Any, axis: int) -> Any:
     """Return an array with its first axis where it was, contiguous."""
     result = np.moveaxis(array, 0, axis)
-    with on_device_of(result):
-        return result if result.flags.c_contiguous else result.copy()
+    return result if result.flags.c_contiguous else copy_of(result)
 
 
 def gather(ranks: Ranks, values: Sequence[Any], axis: int, call: Call, into: Targets = None) -> list[Any]:
@@ -351,10 +352,8 @@ def identity(dtype: np.dtype[Any], op: ReduceOp) -> Any:
     """Return the identity element of SUM, PROD, MIN or MAX for numbers of this dtype."""
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return 1 if op is ReduceOp.PROD else 0
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        return limits.max if op is ReduceOp.MIN else limits.min
-    return np.inf if op is ReduceOp.MIN else -np.inf
+    least, most = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
+    return most if op is ReduceOp.MIN else least
 
 
 # ------------------------------------------------------------------------------------------------- reduce-scatter
@@ -369,11 +368,10 @@ class Scattered(General):
         components = [dense(leaf, call.where) for leaf in leaves]
         axes = [checked_axis(out, reducible(component, call.where).ndim, call.where) for component in components]
         call.structure = f"{structure.text} along axis {', '.join(map(str, axes))}"
-        op = ReduceOp._parse(self.argument, call.where)
-        if self.reducer.agrees_on_none(call, op, structure):
-            return structure.pack([])
-        paths = partial(nest.paths_without_none, value)
-        results = self.reducer.all_reduce_leaves(call, op, leaves, paths, options=self.options)
+        op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.paths_without_none, value)
+        results = self.reducer.all_reduce_leaves(
+            call, op, leaves, paths, options=self.options, num_none=structure.num_none
+        )
         return structure.pack([*map(self._own_part, results, axes, components)])
 
     def _own_part(self, result: Any, axis: int, component: Any) -> Any:
@@ -408,10 +406,11 @@ def gather_all(communicator: Ranks, blocks: Sequence[tuple[Array, list[int]]], i
     rooms = communicator.guard.on_all(lambda: [*map(partial(_room, communicator), blocks, targets)])
     for (block, rows), (own_block, result) in zip(blocks, rooms, strict=True):
         counts = [count * prod(block.shape[1:]) for count in rows]
-        if is_on_device(block):
-            gpu.gather_rows(communicator, own_block, counts, result)
-        else:
+        if not is_on_device(result):
             communicator.allgatherv(own_block, counts, result)
+        elif result.size:
+            with on_device_of(result):
+                device_path(communicator).allgather(communicator, own_block, counts, result.reshape(-1))
     return [result for _, result in rooms]
 
 
@@ -505,8 +504,9 @@ class FromRoot(Collective):
         for result in results:
             if not is_on_device(result):
                 self._ranks.bcast(result, self._root)
-        if on_gpu is not None:
-            gpu.bcast(self._ranks, on_gpu, self._root)
+        if on_gpu is not None and on_gpu.size:
+            with on_gpu.device:
+                device_path(self._ranks).bcast(self._ranks, on_gpu, self._root)
         return results
 
     def answer(self) -> None:
@@ -537,16 +537,10 @@ class Broadcast(EachArray):
         return super().run(call, value, out, weight)
 
     def collective(self, call: Call, arrays: Sequence[Any], value: Any) -> FromRoot:
-        ranks = self.reducer.communicator
-        describe = partial(description, value, call.where)
+        ranks, (leaves, structure) = self.reducer.communicator, nest.flatten_without_none(value)
+        kinds = [*map(type, map(contribution, leaves))]  # a plan keeps no values
+        describe = partial(description, structure, layouts_of(arrays), kinds, call.where)
         return FromRoot(ranks, arrays, checked_root(self.argument, ranks.size, call.where), describe)
-
-    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
-        """Return the plan of a nest of arrays and numbers on the host, which can be described; None for others."""
-        plan = super().plan(call, value, out, weight)
-        if isinstance(plan, NestPlan) and isinstance(plan.transfer, FromRoot):
-            plan.transfer.structure = partial(str, description(value, call.where))  # a plan keeps no values
-        return plan
 
 
 def structure_of(ranks: Ranks, root: int, describe: Callable[[], str] = str) -> str:
@@ -554,16 +548,21 @@ def structure_of(ranks: Ranks, root: int, describe: Callable[[], str] = str) -> 
     return ranks.allgather_text(ranks.guard.on_all(describe if ranks.rank == root else str))[root]
 
 
-def description(value: Any, where: str) -> str:
+def description(structure: nest.Structure, layouts: Sequence[Layout], kinds: Sequence[type], where: str) -> str:
     """Return the structure, the dtypes and the shapes of a nest as a text, from which other ranks make a nest like it.
+
+    Args:
+        structure: of the nest.
+        layouts: the dtype and the shape of each leaf.
+        kinds: the type of each leaf.
+        where: the public name in the error.
 
     Raises:
         UnsupportedError: for containers other than dict, list and tuple, for keys that are no plain values, and for
             arrays of other libraries, on GPUs, and with fields.
     """
-    leaves, structure = nest.flatten_without_none(value)
     try:
-        text = repr((structure.pack([*range(len(leaves))]), [*map(_layout, leaves)]))
+        text = repr((structure.pack(range(len(layouts))), [*map(_layout, layouts, kinds)]))
         if nest.flatten_without_none(ast.literal_eval(text)[0])[1] == structure:
             return text
     except (SyntaxError, TypeError, ValueError):  # no literals
@@ -576,18 +575,12 @@ def description(value: Any, where: str) -> str:
     )
 
 
-def _layout(leaf: Any) -> tuple[str, tuple[int, ...], bool]:
-    """Return the dtype of a leaf, its shape, and whether it is a number."""
-    part = contribution(leaf)
-    is_number = isinstance(part, np.generic) or is_python_number(part)
-    dtype = np.asarray(part).dtype if is_number or isinstance(part, (np.ndarray, bool, str, bytes)) else None
-    if dtype is None or dtype.names is not None:
+def _layout(layout: Layout, kind: type) -> tuple[str, tuple[int, ...], bool]:
+    """Return the name of the dtype of a leaf, its shape, and whether it is a number."""
+    (dtype, shape), is_number = layout, issubclass(kind, (np.generic, Number)) and not issubclass(kind, bool)
+    if dtype.names is not None or not (is_number or issubclass(kind, (np.ndarray, bool, str, bytes))):
         raise TypeError
-    return (
-        dtype.name if dtype.type.__module__ == "ml_dtypes" else dtype.newbyteorder("=").str,
-        np.shape(part),
-        is_number,
-    )
+    return dtype.name if dtype.type.__module__ == "ml_dtypes" else dtype.newbyteorder("=").str, shape, is_number
 
 
 def described(text: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -16,18 +15,18 @@ import numpy as np
 
 from mpistrategy.arrays import devices, nest
 from mpistrategy.arrays.convert import (
+    are_apart,
     array_where_it_is,
     as_device_array,
     check_places,
     host_array,
-    is_cupy,
     is_foreign,
     is_on_device,
     layout_of,
     like_given,
     reducible,
 )
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     ArrayLike,
@@ -140,17 +139,9 @@ def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | No
     sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
     # Arrays that own their memory share none with each other.
     alone = not sources and all(target.base is None for target in targets)
-    if alone or _apart([*targets, *sources]):
+    if alone or are_apart([*targets, *sources]):
         return [target if is_buffer(target) else None for target in targets]
     return None
-
-
-def _apart(arrays: Sequence[Array]) -> bool:
-    """Return whether no two arrays reach into the same span of memory."""
-    if len(arrays) == 2:
-        return not np.may_share_memory(arrays[0], arrays[1])  # the same, in a fifth of the time
-    spans = sorted(span(array) for array in arrays if array.size)
-    return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 def unpacked(value: Any) -> Any:
@@ -301,8 +292,6 @@ def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
     """Copy results into arrays of their dtypes and shapes: arrays in GPU memory all at once, on the current stream."""
     on_gpu: list[tuple[Any, Any]] = []
     for result, target in zip(results, targets, strict=True):
-        if is_cupy(result) and is_cupy(target) and result.data.ptr == target.data.ptr:
-            continue  # reduced where it is
         if is_on_device(target):
             on_gpu.append((as_device_array(result, "a result in GPU memory"), target))
         elif result is not target:

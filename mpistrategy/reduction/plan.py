@@ -27,7 +27,7 @@ from mpistrategy.arrays.values import Mirrored, is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
-from mpistrategy.mpi.contract.guard import time_limit
+from mpistrategy.mpi.contract.guard import ALWAYS, time_limit
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable
@@ -148,8 +148,8 @@ def usual_route(
     boxes = ranks.mailboxes
     if boxes is not None and fits_mailbox(boxes, flat_layouts(packs_of(layouts)), ranks.size):
         return MailboxRoute(boxes, layouts, op)
-    message = ranks.first_message
-    if message is not None and wire is None and fits_message(ranks, layouts, op):
+    message = ranks.first_message if ranks.guard.level == ALWAYS else None
+    if message is not None and wire is None and fits_message(message, layouts, op):
         return FirstMessageRoute(ranks, message, layouts, op)
     return CommunicatorRoute(
         ranks, packs_of(layouts, bytes_per_pack, alone_bytes=ranks.thresholds.pack_bytes), op, wire=wire

@@ -209,12 +209,9 @@ class AllReduce(General):
         leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
         targets = leaves_like(out, structure, call.where)
-        op = ReduceOp._parse(self.argument, call.where)
-        if reducer.agrees_on_none(call, op, structure):
-            return structure.pack([])
-        paths = partial(nest.paths_without_none, value)
+        op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.paths_without_none, value)
         more = {"options": self.options, "weight": weight, "targets": targets, "is_batch": self.is_batch}
-        return structure.pack(reducer.all_reduce_leaves(call, op, leaves, paths, **more))
+        return structure.pack(reducer.all_reduce_leaves(call, op, leaves, paths, num_none=structure.num_none, **more))
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of arenas, and of nests of arrays and numbers; see `General.plan`."""
@@ -348,6 +345,7 @@ class Reducer:
         weight: Any = None,
         targets: list[Any] | None = None,
         is_batch: bool = True,
+        num_none: int = 0,
     ) -> list[Any]:
         """Reduce the leaves of a structure to every rank, as one batch.
 
@@ -360,13 +358,15 @@ class Reducer:
             weight: for MEAN, the weight of this rank's values.
             targets: an array for each result, or None.
             is_batch: whether an algorithm of the program's own gets one value as a batch of one.
+            num_none: how many further leaves are None; where all are, the ranks only compare the call.
 
         Raises:
-            EmptyBatchError: when there are no leaves, on several ranks.
+            EmptyBatchError: when there are no leaves, not even None, on several ranks.
             LeafError, DTypeError, ShapeError, StructureError, UnsupportedError: for bad values or targets.
         """
-        if not leaves and self.is_alone:
-            return []  # alone, a structure without leaves is its own reduction
+        if not leaves and (num_none or self.is_alone):  # alone, a structure without leaves is its own reduction
+            call.agree("reduce", op=op.value)
+            return []
         settings, ranks = self.options.merge(options), self.communicator
         dense = None if weight is None and targets is None else UnsupportedError
         components, arrays, memory = checked_inputs(op, leaves, paths, call.where, dense, targets)
@@ -379,13 +379,6 @@ class Reducer:
                     call, ranks, op, components, settings, memory, is_batch=is_batch
                 )
         return outputs_for(results, components, targets, memory)
-
-    def agrees_on_none(self, call: Call, op: ReduceOp, structure: nest.Structure) -> bool:
-        """Return whether a structure has no leaves but None; if so, the ranks have compared the call."""
-        if structure.num_leaves or not structure.num_none:
-            return False
-        call.agree("reduce", op=op.value)
-        return True
 
     def _weighted(
         self,

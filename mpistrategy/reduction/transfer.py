@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -71,11 +71,6 @@ class Pack:
         filled = np.empty(self.size, self.dtype) if buffer is None else buffer
         np.concatenate(self.arrays_in(arrays), axis=None, out=filled, casting="unsafe")
         return filled
-
-    @cached_property
-    def starts(self) -> Array:
-        """Where the arrays begin; uint64, as addresses are."""
-        return np.array([m.start for m in self.members], np.uint64)
 
     def views(self, buffer: Array) -> list[tuple[int, Array]]:
         """Return (index, view of `buffer` with the array's shape) for every member."""

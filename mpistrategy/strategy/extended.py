@@ -15,8 +15,7 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, is_python_number
 from mpistrategy.arrays.values import ArrayLike, Mirrored
 from mpistrategy.context import Frame, Mode
-from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.cross_device_ops.built_in import MpiAllReduce
+from mpistrategy.cross_device_ops.algorithms import CrossDeviceOps, MpiAllReduce
 from mpistrategy.errors import ContextError, DeviceError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites, observers
 from mpistrategy.mpi.contract.call import Call

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.cross_device_ops.base import CrossDeviceOps
+from mpistrategy.cross_device_ops.algorithms import CrossDeviceOps
 from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
 from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.contract.call import Call

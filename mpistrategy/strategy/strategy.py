@@ -794,8 +794,8 @@ class ReduceAlong(General):
             raise OptionError.at(where, found=f"{axis=} with an arena or weight=", expected="axis= alone")
         structure, op = nest.flatten_without_none(value)[1], ReduceOp._parse(reduce_op, where)
         call.structure = structure.text
-        if self.reducer.agrees_on_none(call, op, structure):
-            return structure.pack([])
+        if structure.num_none and not structure.num_leaves:
+            return structure.pack(self.reducer.all_reduce_leaves(call, op, [], list, num_none=structure.num_none))
         if call.structure != nest.LEAF.text:
             found = f"a structure {call.structure} with {axis=}"
             raise OptionTypeError.at(where, found=found, expected="a single array")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpistrategy.cross_device_ops.built_in import MpiAllReduce
+from mpistrategy.cross_device_ops.algorithms import MpiAllReduce
 from mpistrategy.errors import ContextError, LaunchError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call import Call

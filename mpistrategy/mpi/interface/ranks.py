@@ -158,16 +158,15 @@ class Ranks(ABC):
         """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
         put(buffer, self._gathered(buffer if self.rank == root else None)[root])
 
-    def gatherv(self, block: Array, counts: Sequence[int], target: Array | None, root: int) -> None:
+    def gatherv(self, block: Array, counts: Sequence[int], target: Array, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `target` on `root`; any dtype.
 
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
-        `target`, which is None on the other ranks.
+        `target`, which is empty on the other ranks.
         """
         counts_here = counts if self.rank == root else [0] * self.size
-        received = np.empty(0, block.dtype) if target is None else target.reshape(-1)
         sent = [block.size * (rank == root) for rank in range(self.size)]
-        self.alltoallv(block.reshape(-1), sent, received, counts_here)
+        self.alltoallv(block.reshape(-1), sent, target.reshape(-1), counts_here)
 
     def allgatherv(self, block: Array, counts: Sequence[int], target: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; see `gatherv`."""

@@ -44,7 +44,6 @@ from mpistrategy.reduction.transfer import (
     FEW_ELEMENTS,
     GPU_ALIGNMENT,
     Layout,
-    Member,
     Pack,
     Targets,
     Transfer,
@@ -155,11 +154,11 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
     """Copy each source into its target, which has as many elements, on the current stream of the current device.
 
     One kernel does it for 170 arrays.  Targets that are not contiguous, or of another dtype, are left to CuPy, one by
-    one.  A target that is its source, such as an array that was reduced in place, has its values already.
+    one.  A target in the memory of its source, such as an array that was reduced in place, has its values already.
     """
     plain = []
     for source, target in zip(sources, targets, strict=True):
-        if source is target:
+        if source.data.ptr == target.data.ptr:
             continue
         if source.dtype == target.dtype and target.flags.c_contiguous:
             plain.append((source, target.data.ptr))
@@ -170,8 +169,8 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
 
 def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
     """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
-    places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
-    _copy(pack.arrays_in(arrays), places.tolist())
+    start, itemsize = bucket.data.ptr, pack.dtype.itemsize
+    _copy(pack.arrays_in(arrays), [start + member.start * itemsize for member in pack.members])
 
 
 def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
@@ -243,9 +242,7 @@ class _Bucket:
 
     Attributes:
         pack: the arrays.
-        memory: of the pack's dtype: new flat memory, or the caller's result.
-        is_target: whether the memory is the caller's result.
-        source: the array that `send` copies into the memory, which holds an earlier result until then; or None.
+        memory: of the pack's dtype: new flat memory, or an array that is its own result.
         payload: the flat array that travels: the memory, or its numbers in another dtype.
         result: the memory, or other memory for a mean of integers.
         rounded: memory of the dtype that NCCL sends between nodes, where it differs from the payload's; else None.
@@ -253,8 +250,6 @@ class _Bucket:
 
     pack: Pack
     memory: DeviceArray
-    is_target: bool
-    source: DeviceArray | None
     payload: DeviceArray
     result: DeviceArray
     rounded: DeviceArray | None = None
@@ -271,9 +266,8 @@ class GpuRoute(Transfer):
         op: how they are combined.
         word: which path is asked for; see `mpistrategy.options.path_word`.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
-        targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
-            Only arrays that travel one by one have one.
         root: the rank that gets the results; None: all ranks.
+        in_place: whether the arrays are their results: each travels by itself, from memory that every path takes.
 
     Attributes:
         word: the argument.
@@ -288,13 +282,14 @@ class GpuRoute(Transfer):
         op: ReduceOp,
         word: str,
         wire: str | None,
-        targets: Targets = None,
         root: int | None = None,
+        *,
+        in_place: bool = False,
     ) -> None:
         self.packs = packs
         self.word: str = word
         self._root = root
-        self._ranks, self._op, self._wire, self._targets = ranks, op, wire, targets
+        self._ranks, self._op, self._wire, self._in_place = ranks, op, wire, in_place
 
     def own_results(self, arrays: Sequence[DeviceArray], outs: Sequence[Any]) -> Targets:
         """Return the targets of arrays that are their own `outs`, and can be reduced where they are."""
@@ -307,11 +302,11 @@ class GpuRoute(Transfer):
         return targets if are_apart(own_targets) else None  # memory of two targets would be combined twice
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
-        """Pack the arrays into buckets, on the current stream; `targets` replace the route's own."""
+        """Pack the arrays into buckets, on the current stream; `targets` are of `own_results`."""
         prepare(self._ranks, arrays, "a reduction of arrays in GPU memory")
-        cupy, call_targets = cupy_for(_WHAT), self._targets if targets is None else targets
+        cupy, own_targets = cupy_for(_WHAT), arrays if self._in_place else targets
         with arrays[0].device:
-            return [self._filled(cupy, pack, arrays, call_targets) for pack in self.packs]
+            return [self._filled(cupy, pack, arrays, own_targets) for pack in self.packs]
 
     def _sent_as(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
@@ -319,19 +314,17 @@ class GpuRoute(Transfer):
 
     def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
         take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
-        lone = arrays[first] if len(pack.members) == 1 else None
-        target: DeviceArray = None if lone is None or targets is None else targets[first]
-        source = None if target is None or target is lone else lone
+        target: DeviceArray = None if targets is None or len(pack.members) > 1 else targets[first]
         memory = take(pack.dtype) if target is None else target
         if target is None:
             fill(pack, arrays, memory)
         dtype, payload = self._sent_as(pack.dtype), memory.reshape(-1)
         if dtype != pack.dtype:
-            original, payload = (memory if source is None else source), take(dtype)
-            payload[...], source = original.reshape(-1), None
+            payload = take(dtype)
+            payload[...] = memory.reshape(-1)
         is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
         result = take(mean_dtype(pack.dtype)) if is_whole else memory
-        bucket = _Bucket(pack, memory, target is not None, source, payload, result)
+        bucket = _Bucket(pack, memory, payload, result)
         wire: Any = between_nodes(self._ranks, self._wire, dtype, self._op._on_the_wire, BY_NCCL)
         knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
         if knows and self._root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
@@ -350,8 +343,6 @@ class GpuRoute(Transfer):
         op = self._op._on_the_wire
         for bucket in memory:
             payload = bucket.payload
-            if bucket.source is not None:
-                bucket.memory[...] = bucket.source
             if payload.size:
                 if bucket.rounded is not None and path.name == "nccl":
                     bucket.rounded[...] = payload
@@ -369,31 +360,25 @@ class GpuRoute(Transfer):
         """Return the results of the buckets, on the current stream of their device."""
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
         for bucket in memory:
-            members = bucket.pack.members
-            views = [bucket.memory] if bucket.is_target else _views(members, bucket.result)
-            for member, view in zip(members, views, strict=True):
+            for member, view in zip(bucket.pack.members, _views(bucket.pack, bucket.result), strict=True):
                 results[member.index] = view
         return results
 
     def way(self, pack: Pack, arrays: Sequence[DeviceArray]) -> Way:
         """Return how a pack travels; see `Transfer.way`."""
-        first, dtype = pack.members[0].index, self._sent_as(pack.dtype)
-        target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
-        copies: tuple[str, ...] = ("all into a bucket",) if target is None else ()
+        dtype, copies = self._sent_as(pack.dtype), () if self._in_place else ("all into a bucket",)
         if dtype != pack.dtype:
             copies = (*copies, f"into {dtype.name} and back")
-        elif target is not None and target is not arrays[first]:
-            copies = ("all into the result",)
         path = chosen_path(self._ranks)
         if path is UNCHOSEN:
             return "in GPU memory, on a path that the ranks choose at the first such call", copies
         return f"in GPU memory, {_PATHS[path.name]} ({path.name}: {path.reason})", copies
 
 
-def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
+def _views(pack: Pack, bucket: DeviceArray) -> list[DeviceArray]:
     """Return the results of a pack: views of its bucket, and copies of numbers, which would keep all of a large one."""
     make, kind, itemsize = type(bucket), bucket.dtype.type, bucket.dtype.itemsize  # CuPy is quicker with a type
-    views = [make(member.shape, kind, bucket.data + member.start * itemsize) for member in members]
+    views = [make(member.shape, kind, bucket.data + member.start * itemsize) for member in pack.members]
     if bucket.size <= FEW_ELEMENTS:
         return views
     return [view.copy() if view.size == 1 else view for view in views]
@@ -432,13 +417,6 @@ def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray
     return memory, copies
 
 
-def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
-    """Write rank `root`'s array, which is contiguous and in memory that every path takes, into all ranks' arrays."""
-    if array.size:
-        with array.device:
-            device_path(communicator).bcast(communicator, array.reshape(-1), root)
-
-
 def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
     """Return memory for the blocks of all ranks along the first axis, and in it this rank's block, which comes first.
 
@@ -451,11 +429,3 @@ def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) 
         own_block[...] = block.reshape(-1)
         chosen_path(communicator).check()
         return own_block, memory.reshape((sum(rows), *block.shape[1:]))
-
-
-def gather_rows(communicator: Ranks, own_block: DeviceArray, counts: Sequence[int], memory: DeviceArray) -> None:
-    """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
-    if memory.size:
-        with memory.device:
-            path = device_path(communicator)
-            path.allgather(communicator, own_block, counts, memory.reshape(-1))

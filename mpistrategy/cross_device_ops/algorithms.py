@@ -1,33 +1,45 @@
-"""The algorithms that leave sums to the communicator, and the pipeline that every built-in algorithm shares.
+"""CrossDeviceOps, the public interface of every reduction algorithm, and the algorithms that leave sums to the ranks.
 
-The pipeline: convert, agree, pack, sum, unpack, divide, wrap.  A subclass only chooses the routes of its packs,
-unless it takes the usual routes, as MpiAllReduce does.
+The built-in algorithms share a pipeline: convert, agree, pack, sum, unpack, divide, wrap.  A subclass only chooses the
+routes of its packs, unless it takes the usual routes, as MpiAllReduce does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import devices
+from mpistrategy.arrays import devices, nest
 from mpistrategy.arrays.convert import is_on_device, layout_of, to_host
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
-from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, event_of_reads, local_component
+from mpistrategy.context import current_communicator, working_on
+from mpistrategy.errors import (
+    ContextError,
+    DTypeError,
+    EmptyBatchError,
+    OptionError,
+    OptionTypeError,
+    ShapeError,
+    StructureError,
+    UnsupportedError,
+)
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.objects.settings import Fixed, checked_number, checked_type, not_negative
-from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.collectives import concatenate
+from mpistrategy.objects.shown import in_words
+from mpistrategy.options import CommunicationOptions, Op, ReduceOp, path_word
+from mpistrategy.reduction.collectives import broadcast, concatenate
 from mpistrategy.reduction.inputs import (
     EVERY_RANK,
     Destination,
     checked_value,
+    for_value,
     in_kind,
     layout_of_slices,
     own_component,
@@ -35,9 +47,227 @@ from mpistrategy.reduction.inputs import (
     resolve,
 )
 from mpistrategy.reduction.plan import Plan, summed, usual_route
+from mpistrategy.reduction.reducer import Algorithm
 from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
 from mpistrategy.reduction.routes.host import CommunicatorRoute
 from mpistrategy.reduction.transfer import Layout, Pack, Transfer, Way, layouts_of, packs_of
+
+
+class CrossDeviceOps(Algorithm):
+    """Reduces values of all replicas, and broadcasts values to them.
+
+    Give an instance to `MirroredStrategy(cross_device_ops=...)`, or call its methods directly while a strategy's
+    scope is entered.  All methods are collective.  To write an algorithm of your own, override
+    `reduce_implementation` and `batch_reduce_implementation` (and `broadcast_implementation` where the default, rank
+    0's value by MPI Bcast, does not do).
+
+    """
+
+    def _call(self, method: str, value: Any = None, name: str | None = None) -> tuple[Ranks, Call]:
+        """Return the communicator of this thread's strategy, else of `value`, and the call of a method.
+
+        Raises:
+            ContextError: outside every strategy, for a value that belongs to no strategy.
+        """
+        where = f"{type(self).__name__}.{method}"
+        communicator = current_communicator() or _group_of(value)
+        if communicator is None:
+            raise ContextError.at(
+                where,
+                found="a call outside every strategy",
+                expected="a call inside `with strategy.scope():` or through a strategy",
+                fix="Enter the scope first: the strategy says which ranks take part.",
+            )
+        return communicator, Call(communicator.guard, where, called=name)
+
+    @collective("reduce")
+    def reduce(
+        self,
+        reduce_op: Op,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+    ) -> Any:
+        """Reduce one value over the replicas.
+
+        Args:
+            reduce_op: a ReduceOp, or "SUM" / "MEAN".
+            per_replica_value: this rank's value: a PerReplica, an array, a number or IndexedSlices; shape and dtype
+                are equal on all ranks.
+            destinations: where the result goes; see `mpistrategy.reduction.inputs.resolve`.
+            options: hints; None for the defaults.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            A Mirrored; on ranks that are no destination, reading it raises PlacementError.
+
+        Raises:
+            ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError: for bad input, on every rank.
+            CollectiveMismatchError: when the ranks' calls differ.
+        """
+        communicator, call = self._call("reduce", per_replica_value, name)
+        with working_on(communicator), call:
+            pairs = [(per_replica_value, destinations)]
+            op, [pair], settings = _checked(communicator, call, reduce_op, pairs, options)
+            return self.reduce_implementation(op, *pair, settings)
+
+    @collective("reduce")
+    def batch_reduce(
+        self,
+        reduce_op: Op,
+        value_destination_pairs: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+    ) -> list[Any]:
+        """Reduce several values in one go; the same as `reduce` for each pair, with fewer messages.
+
+        Args:
+            reduce_op: a ReduceOp, or "SUM" / "MEAN".
+            value_destination_pairs: a sequence or an iterator of (value, destinations) tuples.
+            options: hints; None for the defaults.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            A list of Mirrored, in the order of the pairs.
+
+        Raises:
+            EmptyBatchError: when there are no pairs.
+            OptionTypeError, OptionError: when `value_destination_pairs` is not a sequence of pairs.
+        """
+        pairs = list(value_destination_pairs) if isinstance(value_destination_pairs, Iterable) else None
+        communicator, call = self._call("batch_reduce", pairs, name)
+        with working_on(communicator), call:
+            if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+                error = OptionTypeError if pairs is None else OptionError
+                found, expected = f"value_destination_pairs={value_destination_pairs!r}", "(value, destinations) tuples"
+                raise error.at(call.where, found=found, expected=f"an iterable of {expected}")
+            if not pairs:
+                raise EmptyBatchError.at(call.where, found="no values at all", expected="at least one value to reduce")
+            op, pairs, settings = _checked(communicator, call, reduce_op, pairs, options)
+            results: Any = self.batch_reduce_implementation(op, pairs, settings)
+            if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
+                raise StructureError.at(
+                    f"{type(self).__name__}.batch_reduce_implementation",
+                    found=f"{results!r} returned for {len(pairs)} values",
+                    expected="a list with one result for each value",
+                )
+            return list(results)
+
+    def _all_reduce_values(
+        self,
+        call: Call,
+        communicator: Ranks,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None = None,
+        *,
+        is_batch: bool = True,
+    ) -> list[Any]:
+        """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.reducer.Algorithm`."""
+        kinds = (Mirrored, IndexedSlices)
+        containers = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
+        if len(containers) == 1 and not is_batch:
+            return [local_component(self.reduce(op, containers[0], containers[0], options))]
+        return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in containers], options)]
+
+    @collective("broadcast")
+    def broadcast(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
+        """Send rank 0's value to the destinations.
+
+        Args:
+            tensor: an array or a number, of equal shape and dtype on all ranks.
+            destinations: where the result goes, as in `reduce`.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            A Mirrored.
+        """
+        communicator, call = self._call("broadcast", name=name)
+        with call:
+            destinations = for_value(tensor, destinations)
+            resolve(destinations, communicator, call.where)
+            return self.broadcast_implementation(tensor, destinations)
+
+    def __repr__(self) -> str:
+        return in_words(self)
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        """Override: reduce one value, by default as a batch of one.  The arguments have been checked.
+
+        Args:
+            reduce_op: the operation.
+            per_replica_value: a PerReplica with this rank's value, a Mirrored, or IndexedSlices.
+            destinations: where the result goes, as in `reduce`.
+            options: the strategy's options, merged with the call's.
+
+        Returns:
+            A Mirrored of the result, with a component on the ranks of the destinations.
+        """
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: list[tuple[Any, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Override: reduce several values.  The arguments have been checked.
+
+        Args:
+            reduce_op: the operation.
+            value_destination_pairs: tuples of a value and its destinations, as in `reduce_implementation`.
+            options: the strategy's options, merged with the call's.
+
+        Returns:
+            What `reduce_implementation` returns for each pair, in their order.
+        """
+        raise UnsupportedError.at(
+            f"{type(self).__name__}.batch_reduce",
+            found="no batch_reduce_implementation",
+            expected="one in your subclass",
+        )
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Override: send rank 0's value to the destinations.
+
+        Args:
+            tensor: this rank's value, which matters on rank 0 alone.
+            destinations: where it goes, as in `reduce`.
+        """
+        communicator, call = self._call("broadcast")
+        with call:
+            destination = resolve(destinations, communicator, call.where)
+            (result,) = broadcast(communicator, [tensor], 0, call, destination.text)
+            return destination.mirrored(result)
+
+
+def _group_of(value: Any) -> Ranks | None:
+    """Return the ranks to which a value, or a value in a nest, belongs."""
+    groups = [leaf._group for leaf in nest.flatten(value)[0] if isinstance(leaf, PerReplica)]
+    return next(filter(None, groups), None)
+
+
+def _checked(
+    ranks: Ranks, call: Call, reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any
+) -> tuple[ReduceOp, list[tuple[Any, Any]], CommunicationOptions]:
+    """Return the operation, values with destinations that name ranks, and the options."""
+    op = ReduceOp._parse(reduce_op, call.where)
+    resolved_pairs = [(value, for_value(value, destinations)) for value, destinations in pairs]
+    for _, destinations in resolved_pairs:
+        resolve(destinations, ranks, call.where)
+    given, expected = CommunicationOptions() if options is None else options, "a CommunicationOptions or None"
+    settings = checked_type(call.where, "options", given, CommunicationOptions, expected)
+    call.wait_as(settings.timeout_seconds)
+    return op, resolved_pairs, settings
+
+
+# ------------------------------------------------------------------------------------------------- built-in algorithms
 
 #: What a subclass may override; its values have no plans then.
 _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
@@ -159,26 +389,20 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
         Data in the mailboxes last until the next exchange, and a GPU path may begin with one: the plan is first.
         """
-        gpu_indices = [i for i, value in enumerate(values) if is_on_device(value)]
-        operands = list(values)
-        parts: list[tuple[Any, list[int]]] = []
-        if gpu_indices:
-            layouts = layouts_of([values[i] for i in gpu_indices])
-            route = self._transfer(ranks, layouts, op, options, target, on_gpu=True)
-            if route is None:
-                operands = [to_host(value) if is_on_device(value) else value for value in values]
-            else:
-                parts = [(route, gpu_indices)]
-        dense = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
-        layouts = layouts_of([operands[i] for i in dense])
-        return [(self._transfer(ranks, layouts, op, options, target, on_gpu=False), dense), *parts], operands
+        on_gpu = [i for i, value in enumerate(values) if is_on_device(value)]
+        layouts = layouts_of([values[i] for i in on_gpu])
+        route = self._transfer(ranks, layouts, op, options, target, on_gpu=True) if on_gpu else None
+        operands = [to_host(value) if route is None and is_on_device(value) else value for value in values]
+        on_host = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
+        layouts = layouts_of([operands[i] for i in on_host])
+        plan: Any = self._transfer(ranks, layouts, op, options, target, on_gpu=False)
+        return [(plan, on_host), *([] if route is None else [(route, on_gpu)])], operands
 
     def _ways(
         self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[tuple[Pack, Way]], list[str]]:
         """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
-        where = "Strategy.explain"
-        values = [checked_value(value, op, where) for value in leaves]
+        values = [checked_value(value, op, "Strategy.explain") for value in leaves]
         parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
         ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
         by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]
@@ -419,9 +643,10 @@ class AccumulationRoute(CommunicatorRoute):
     def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
         """Return the function's results for all ranks' arrays, value after value."""
         ranks, results = self._ranks, []
+        count = ranks.size if ranks.rank == self._root else 0
         for array, (source, result) in zip(arrays, memory, strict=True):
             # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
-            gathered = ranks.guard.on_all(partial(self._room, result))
+            gathered = ranks.guard.on_all(partial(np.empty, (count, *result.shape), result.dtype))
             ranks.gatherv(source, [result.size] * ranks.size, gathered, self._root)
             dtype = result.dtype if result.dtype.kind in "iu" else array.dtype
             ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
@@ -432,13 +657,9 @@ class AccumulationRoute(CommunicatorRoute):
             results.append(result)
         return results
 
-    def _room(self, array: Array) -> Array | None:
-        is_root = self._ranks.rank == self._root
-        return np.empty((self._ranks.size, *array.shape), array.dtype) if is_root else None
-
-    def _accumulate(self, gathered: Array | None, dtype: np.dtype[Any], target: Array) -> None:
+    def _accumulate(self, gathered: Array, dtype: np.dtype[Any], target: Array) -> None:
         """Write the function's result for all ranks' copies, which it gets in `dtype`, into `target`."""
-        if gathered is None:
+        if not len(gathered):
             return
         copies = gathered.astype(dtype, copy=False)
         result = np.asarray(self._function([copies[rank, ...] for rank in range(len(copies))]))
