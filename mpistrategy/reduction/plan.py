@@ -121,6 +121,13 @@ def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     return Plan(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
+def in_place_targets(plan: Transfer, arrays: Sequence[Array]) -> Targets:
+    """Return the arrays that their results may be written over; None where other memory is faster."""
+    if sum([array.nbytes for array in arrays]) < plan.least_in_place:
+        return None
+    return [array if array.flags.c_contiguous else None for array in arrays]
+
+
 def run_plan(
     plan: Transfer, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True
 ) -> list[Array]:
@@ -132,9 +139,7 @@ def run_plan(
         agree: compares the call between the ranks.
         in_place: whether the results are written over them.
     """
-    is_large = in_place and sum([array.nbytes for array in arrays]) >= plan.least_in_place
-    into = [array if array.flags.c_contiguous else None for array in arrays] if is_large else None
-    memory = plan.bring(arrays, into)
+    memory = plan.bring(arrays, in_place_targets(plan, arrays) if in_place else None)
     agree()
     totals = plan.run(arrays, memory)
     for array, total in zip(arrays, totals, strict=True) if in_place else ():
@@ -212,19 +217,15 @@ class Compared:
         self._signature, self._digest = signature, digest_of(signature)
         self._timeout = None if timeout_seconds is None else time_limit(timeout_seconds)
 
-    def agree(self, call: Call) -> bool:
-        """Compare the call with the calls of the other ranks; see `Call.agree`."""
-        call.structure = self._signature.structure
-        if self._timeout is not None:
-            call.timeout = self._timeout
-        return call.guard.compare(self._signature, self._digest, sparingly=self._sparingly)
-
     def carry_out(
         self, call: Call, transfer: Transfer, arrays: Sequence[Array], targets: Targets = None
     ) -> list[Array]:
         """Take memory, let the ranks agree on the call, and return the results of a transfer."""
+        call.structure = self._signature.structure
+        if self._timeout is not None:
+            call.timeout = self._timeout
         memory = transfer.bring(arrays, targets)
-        while self.agree(call):
+        while call.guard.compare(self._signature, self._digest, sparingly=self._sparingly):
             transfer.answer()
             memory = transfer.bring(arrays, targets)
         return transfer.run(arrays, memory)
@@ -248,12 +249,8 @@ class ArraysPlan(Compared):
         #: The words of the latest call, which `_signature` has.
         self._words: tuple[Any, ...] = ()
 
-    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
+    def run(self, call: Call, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the results on every rank; inside `call`."""
-        return self.carry_out(call, self.plan, arrays)
-
-    def agree(self, call: Call) -> bool:
-        """Compare the call with the calls of the other ranks; see `Call.agree`."""
         words = call.name, call.where, call.place, call.step, call.structure
         if words != self._words:
             name, where, place, step, structure = words
@@ -261,7 +258,7 @@ class ArraysPlan(Compared):
                 name=name, call=where, place=place, step=step, structure=structure
             )
             self._words, self._digest = words, digest_of(self._signature)  # not before: a signal's handler may raise
-        return super().agree(call)
+        return self.carry_out(call, self.plan, arrays, targets)
 
 
 class NestPlan(Compared, CallPlan):

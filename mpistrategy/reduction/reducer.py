@@ -317,8 +317,9 @@ class Reducer:
             plan: CallPlan | None = None
             if not call.structure:  # of a call around this one: other compared fields may change from call to call
                 try:
-                    called, kinds = (general, guard.level, call.where, call.place, call.name), general.kind(value, out)
-                    key = *called, type(argument), argument, options, weight is None, kinds
+                    kinds, is_weighted = general.kind(value, out), weight is not None
+                    called = call.where, call.place, call.name
+                    key = general, guard.level, called, type(argument), argument, options, is_weighted, kinds
                     plan = self._plans.get(key)
                 except Exception:  # such as the error of a list that holds itself
                     key = None

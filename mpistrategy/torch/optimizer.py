@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.plan import run_plan
+from mpistrategy.reduction.plan import in_place_targets
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.strategy.current import strategy_for
@@ -177,7 +176,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if plan is None:
             context.all_reduce(self._op, wide, self._options, out=wide)
         else:
-            run_plan(plan.plan, arrays, partial(plan.agree, call))
+            totals = plan.run(call, arrays, in_place_targets(plan.plan, arrays))
+            for array, total in zip(arrays, totals, strict=True):
+                array[...] = total  # nothing to do where it is the array
         t.write(wide, gradients)
 
     @contextlib.contextmanager
