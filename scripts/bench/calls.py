@@ -203,18 +203,20 @@ def measure(options: argparse.Namespace) -> None:
         replica_context = ms.get_replica_context()
         for spelling, (value, more) in spelt.items():
             show(spelling, partial(replica_context.all_reduce, SUM, value, **more), spelling)
-        show("weight=", lambda: replica_context.all_reduce("MEAN", x, weight=2.0))
+        show("weight=", partial(replica_context.all_reduce, "MEAN", x, weight=2.0))
         show("all_reduce_async().wait()", lambda: replica_context.all_reduce_async(SUM, x).wait())
         replica_context.merge_call(across)
 
     def across(_: Any) -> None:
-        show("reduce_to", lambda: extended.reduce_to(SUM, x, x))
-        show("batch_reduce_to", lambda: extended.batch_reduce_to(SUM, pairs), "20 arrays")
+        show("reduce_to", partial(extended.reduce_to, SUM, x, x))
+        show("batch_reduce_to", partial(extended.batch_reduce_to, SUM, pairs), "20 arrays")
+
+    def by_algorithm(name: str) -> None:
+        show(name, partial(ms.get_replica_context().all_reduce, SUM, x))
 
     print(f"{'us':42} {'shipped':>8} {'sketch':>8} {'ratio':>8}")
     sketch.step = step.__code__
     strategy.run(step)
-    show("Strategy.reduce", lambda: strategy.reduce(SUM, x))
+    show("Strategy.reduce", partial(strategy.reduce, SUM, x))
     for algorithm in (ms.NcclAllReduce(), ms.HierarchicalCopyAllReduce()):
-        pair, _ = strategy_of(algorithm)
-        pair.run(show, (type(algorithm).__name__, lambda: ms.get_replica_context().all_reduce(SUM, x)))
+        strategy_of(algorithm)[0].run(by_algorithm, (type(algorithm).__name__,))
