@@ -382,6 +382,8 @@ def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
     """
     if op is not ReduceOp.MEAN:
         raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
+    if type(weight) in (int, float) and 0 <= weight < 2**63:  # larger ones, and other numbers, take longer
+        return float(weight)
     try:
         array = np.asarray(weight)
     except (TypeError, ValueError):  # a ragged list, say
@@ -446,6 +448,10 @@ class WeightedMeans(Transfer):
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._weights = NumbersOfRanks(ranks, 1)
+        self._wide = [np.result_type(dtype, np.float64) for dtype, _ in layouts]
+        #: The weights of the latest call in the mailboxes, and what follows from them: the ranks that count, with their
+        #: normalized weights, and the sum of these.
+        self._latest: tuple[Any, Any, Any] = None, None, None
         # Other routes keep the algorithm's own order of additions: the order of the values, say.
         is_small = isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute)
         self._in_mailboxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
@@ -457,11 +463,11 @@ class WeightedMeans(Transfer):
         self._in_mailboxes.put([self.weight, *arrays])
         return None
 
-    @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the means; NaN where all weights are 0."""
         if self._in_mailboxes is not None:
-            return self._means_here(self._in_mailboxes.arrays_of_ranks())
+            with np.errstate(all="ignore"):
+                return self._means_here(self._in_mailboxes.arrays_of_ranks())
         me, weights = self._ranks.rank, self._weights.numbers_of_ranks(memory).ravel().tolist()
         factors, total = normalized(weights)
         work = partial(self._products_and_memory, arrays, weights[me], factors[me])
@@ -472,18 +478,19 @@ class WeightedMeans(Transfer):
     def _means_here(self, arrays_of_ranks: list[list[Array]]) -> list[Array]:
         """Return the means of the arrays in the mailboxes."""
         weights = [float(arrays[0]) for arrays in arrays_of_ranks]
-        factors, total = normalized(weights)
-        rows = [
-            (np.float64(factor), arrays)
-            for factor, weight, arrays in zip(factors, weights, arrays_of_ranks, strict=True)
-            if weight or total == 0  # the means are NaN then
-        ]
+        if weights != self._latest[0]:
+            factors, total = normalized(weights)
+            # Where all weights are 0, the means are NaN.
+            shares = [(rank, np.asarray(factor)) for rank, factor in enumerate(factors) if weights[rank] or total == 0]
+            self._latest = weights, shares, np.asarray(total)
+        _, shares, divisor = self._latest
         means = []
-        for number, dtype in enumerate(self.results, 1):
-            products = [arrays[number] * factor for factor, arrays in rows]
-            means.append(np.asarray(reduce(np.add, products) / total, dtype))
+        for number, (dtype, wide) in enumerate(zip(self.results, self._wide, strict=True), 1):
+            products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
+            means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
         return means
 
+    @quietly
     def _products_and_memory(self, arrays: Sequence[Array], weight: float, factor: float) -> tuple[Any, Any, Any]:
         """Return the products, memory for means of another dtype than their sums, and memory for the sums."""
         products = [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
