@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -477,6 +478,8 @@ class _BatchReduceTo(_ReduceTo):
         if {*map(type, value)} != {tuple}:
             raise TypeError
         values, destinations = zip(*value, strict=True)
+        if all(map(is_, destinations, values)):
+            return np.ndarray, kind_of(values)
         (where,) = {*map(_kind_of_destinations, values, destinations)}
         return where, kind_of(values)
 
