@@ -317,9 +317,8 @@ class Reducer:
             plan: CallPlan | None = None
             if not call.structure:  # of a call around this one: other compared fields may change from call to call
                 try:
-                    kinds, is_weighted = general.kind(value, out), weight is not None
-                    called = call.where, call.place, call.name
-                    key = general, guard.level, called, type(argument), argument, options, is_weighted, kinds
+                    called, kinds = (call.where, call.place, call.name), general.kind(value, out)
+                    key = general, guard.level, called, type(argument), argument, options, weight is None, kinds
                     plan = self._plans.get(key)
                 except Exception:  # such as the error of a list that holds itself
                     key = None

@@ -59,7 +59,7 @@ class Call(CurrentCall):
             raise guard.refusal(where)
         self.where = where
         self.guard: Guard = guard
-        self._called, self._anywhere = called, anywhere or bool(called)
+        self._called, self._anywhere = called, anywhere or called
         if structure:
             self.structure = structure
         if called and isinstance(called, str):
@@ -80,8 +80,7 @@ class Call(CurrentCall):
                     self.place: str = (guard.site or site_of(self.frame)).place
                 if guard.size > 1:
                     record, now = guard.record, monotonic()
-                    self.number: int = record.number + 1
-                    number = record.number = self.number
+                    number = self.number = record.number = record.number + 1
                     self.entered = now
                     record.entries.append(self)
                     at = number % LENGTH
