@@ -309,7 +309,8 @@ class NestPlan(Compared, CallPlan):
                 in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
             return self.leaves.structure.pack(in_kinds)
         direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
-        for target, result in zip(targets, self.carry_out(call, self.transfer, arrays, direct_targets), strict=True):
+        results = self.carry_out(call, self.transfer, arrays, direct_targets)
+        for target, result in zip(targets, results):  # noqa: B905  # `strict` takes as long as a copy
             if result is not target:
                 target[...] = result
         return out
@@ -448,7 +449,8 @@ class WeightedMeans(Transfer):
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._weights = NumbersOfRanks(ranks, 1)
-        self._wide = [np.result_type(dtype, np.float64) for dtype, _ in layouts]
+        #: For the mailboxes: the dtype of each mean, and that of its products.
+        self._wide = [(mean_dtype(dtype), np.result_type(dtype, np.float64)) for dtype, _ in layouts]
         #: The weights of the latest call in the mailboxes, and what follows from them: the ranks that count, with their
         #: normalized weights, and the sum of these.
         self._latest: tuple[Any, Any, Any] = None, None, None
@@ -485,7 +487,7 @@ class WeightedMeans(Transfer):
             self._latest = weights, shares, np.asarray(total)
         _, shares, divisor = self._latest
         means = []
-        for number, (dtype, wide) in enumerate(zip(self.results, self._wide, strict=True), 1):
+        for number, (dtype, wide) in enumerate(self._wide, 1):
             products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
             means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
         return means
