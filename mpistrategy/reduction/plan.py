@@ -207,13 +207,11 @@ class Compared:
     """What the ranks compare before the data of a call move.
 
     Args:
-        transfer: of the data.
         signature: of the call.
         timeout_seconds: how long the call may wait for the other ranks; None: the strategy's timeout.
     """
 
-    def __init__(self, transfer: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
-        self._sparingly: bool = transfer.sparingly
+    def __init__(self, signature: Signature, timeout_seconds: float | None) -> None:
         self._signature, self._digest = signature, digest_of(signature)
         self._timeout = None if timeout_seconds is None else time_limit(timeout_seconds)
 
@@ -225,7 +223,7 @@ class Compared:
         if self._timeout is not None:
             call.timeout = self._timeout
         memory = transfer.bring(arrays, targets)
-        while call.guard.compare(self._signature, self._digest, sparingly=self._sparingly):
+        while call.guard.compare(self._signature, self._digest, sparingly=transfer.sparingly):
             transfer.answer()
             memory = transfer.bring(arrays, targets)
         return transfer.run(arrays, memory)
@@ -244,7 +242,7 @@ class ArraysPlan(Compared):
     """
 
     def __init__(self, plan: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
-        super().__init__(plan, signature, timeout_seconds)
+        super().__init__(signature, timeout_seconds)
         self.plan: Transfer = plan
         #: The words of the latest call, which `_signature` has.
         self._words: tuple[Any, ...] = ()
@@ -285,7 +283,7 @@ class NestPlan(Compared, CallPlan):
         kinds: set[type],
         destination: Destination | None = None,
     ) -> None:
-        super().__init__(transfer, signature, timeout_seconds)
+        super().__init__(signature, timeout_seconds)
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self.transfer: Transfer = transfer
