@@ -74,8 +74,6 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PROD = "PROD"
 
-    __hash__ = object.__hash__  # not in Python, as of other enumerations: each call looks for its plan by it
-
     @property
     def _on_the_wire(self) -> str:
         """The operation between ranks: a mean is sent as a sum."""

@@ -80,7 +80,8 @@ class Call(CurrentCall):
                     self.place: str = (guard.site or site_of(self.frame)).place
                 if guard.size > 1:
                     record, now = guard.record, monotonic()
-                    number = self.number = record.number = record.number + 1
+                    self.number: int = record.number + 1
+                    number = record.number = self.number
                     self.entered = now
                     record.entries.append(self)
                     at = number % LENGTH
