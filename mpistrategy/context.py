@@ -175,16 +175,15 @@ def cross_replica(strategy: Strategy) -> Frame:
 def require_cross_replica(strategy: Strategy, where: str) -> None:
     """Raise ContextError in a step function, and in any context of another strategy."""
     frame = current_frame()
-    if frame is None:
+    if frame is None or (frame.strategy is strategy and frame.mode is not Mode.REPLICA):
         return
     require_same_strategy(frame, strategy, where)
-    if frame.mode is Mode.REPLICA:
-        raise ContextError.at(
-            where,
-            found="a call in replica context (inside a step function)",
-            expected="a call in cross-replica context",
-            fix="Call it outside `strategy.run`, or in a function given to `get_replica_context().merge_call`.",
-        )
+    raise ContextError.at(
+        where,
+        found="a call in replica context (inside a step function)",
+        expected="a call in cross-replica context",
+        fix="Call it outside `strategy.run`, or in a function given to `get_replica_context().merge_call`.",
+    )
 
 
 def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:

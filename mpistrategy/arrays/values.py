@@ -348,7 +348,7 @@ class Mirrored(DistributedValues):
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
-        super().__init__(values)
+        DistributedValues.__init__(self, values)  # super() takes as long as all else here
         self._lives_on = lives_on
 
     def _read(self) -> Any:

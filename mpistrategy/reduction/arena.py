@@ -300,7 +300,7 @@ class Arena(ArenaBase[T]):
             *("reduce an arena", op.value, self._structure.text, layouts, destination, compared),
             *(call.name, call.where, call.place, call.step),
         )
-        plan = ArenaPlan(self._routes[how], signature, options.timeout_seconds)
+        plan = ArenaPlan(signature, options.timeout_seconds)
         plan.reducer, plan.how = reducer, how
         return plan
 

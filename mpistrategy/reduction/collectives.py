@@ -108,7 +108,7 @@ def move(
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
         gpu.prepare(ranks, gpu_arrays, call.where)
-    compared = Compared(collective, collective.signature(call, destination), None)
+    compared = Compared(collective.signature(call, destination), None)
     results = compared.carry_out(call, collective, arrays, targets)
     ranks.guard.wait_for_gpu(event_of_reads(components))
     return results

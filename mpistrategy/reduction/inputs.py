@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -304,7 +305,7 @@ def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
 # ------------------------------------------------------------------------------------------------- destinations
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Destination:
     """The ranks on which a result lives.
 
@@ -316,7 +317,7 @@ class Destination:
     ranks: tuple[int, ...] | None = None
     is_here: bool = True
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The same words on every rank."""
         return "every rank" if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"

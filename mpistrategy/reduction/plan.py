@@ -120,6 +120,13 @@ def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     return Plan(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
+def in_place_targets(plan: Transfer, arrays: Sequence[Array]) -> Targets:
+    """Return the arrays that their results may be written over; None where other memory is faster."""
+    if sum([array.nbytes for array in arrays]) < plan.least_in_place:
+        return None
+    return [array if array.flags.c_contiguous else None for array in arrays]
+
+
 def run_plan(
     plan: Transfer, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True
 ) -> list[Array]:
@@ -131,9 +138,7 @@ def run_plan(
         agree: compares the call between the ranks.
         in_place: whether the results are written over them.
     """
-    is_large = in_place and sum([array.nbytes for array in arrays]) >= plan.least_in_place
-    into = [array if array.flags.c_contiguous else None for array in arrays] if is_large else None
-    memory = plan.bring(arrays, into)
+    memory = plan.bring(arrays, in_place_targets(plan, arrays) if in_place else None)
     agree()
     totals = plan.run(arrays, memory)
     for array, total in zip(arrays, totals, strict=True) if in_place else ():
@@ -201,29 +206,23 @@ class Compared:
     """What the ranks compare before the data of a call move.
 
     Args:
-        transfer: of the data.
         signature: of the call.
         timeout_seconds: how long the call may wait for the other ranks; None: the strategy's timeout.
     """
 
-    def __init__(self, transfer: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
-        self._sparingly: bool = transfer.sparingly
+    def __init__(self, signature: Signature, timeout_seconds: float | None) -> None:
         self._signature, self._digest = signature, digest_of(signature)
         self._timeout = None if timeout_seconds is None else time_limit(timeout_seconds)
-
-    def agree(self, call: Call) -> bool:
-        """Compare the call with the calls of the other ranks; see `Call.agree`."""
-        call.structure = self._signature.structure
-        if self._timeout is not None:
-            call.timeout = self._timeout
-        return call.guard.compare(self._signature, self._digest, sparingly=self._sparingly)
 
     def carry_out(
         self, call: Call, transfer: Transfer, arrays: Sequence[Array], targets: Targets = None
     ) -> list[Array]:
         """Take memory, let the ranks agree on the call, and return the results of a transfer."""
+        call.structure = self._signature.structure
+        if self._timeout is not None:
+            call.timeout = self._timeout
         memory = transfer.bring(arrays, targets)
-        while self.agree(call):
+        while call.guard.compare(self._signature, self._digest, sparingly=transfer.sparingly):
             transfer.answer()
             memory = transfer.bring(arrays, targets)
         return transfer.run(arrays, memory)
@@ -242,17 +241,13 @@ class ArraysPlan(Compared):
     """
 
     def __init__(self, plan: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
-        super().__init__(plan, signature, timeout_seconds)
+        super().__init__(signature, timeout_seconds)
         self.plan: Transfer = plan
         #: The words of the latest call, which `_signature` has.
         self._words: tuple[Any, ...] = ()
 
-    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
+    def run(self, call: Call, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the results on every rank; inside `call`."""
-        return self.carry_out(call, self.plan, arrays)
-
-    def agree(self, call: Call) -> bool:
-        """Compare the call with the calls of the other ranks; see `Call.agree`."""
         words = call.name, call.where, call.place, call.step, call.structure
         if words != self._words:
             name, where, place, step, structure = words
@@ -260,7 +255,7 @@ class ArraysPlan(Compared):
                 name=name, call=where, place=place, step=step, structure=structure
             )
             self._words, self._digest = words, digest_of(self._signature)  # not before: a signal's handler may raise
-        return super().agree(call)
+        return self.carry_out(call, self.plan, arrays, targets)
 
 
 class NestPlan(Compared, CallPlan):
@@ -287,7 +282,7 @@ class NestPlan(Compared, CallPlan):
         kinds: set[type],
         destination: Destination | None = None,
     ) -> None:
-        super().__init__(transfer, signature, timeout_seconds)
+        super().__init__(signature, timeout_seconds)
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self.transfer: Transfer = transfer
@@ -311,7 +306,8 @@ class NestPlan(Compared, CallPlan):
                 in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
             return self.leaves.structure.pack(in_kinds)
         direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
-        for target, result in zip(targets, self.carry_out(call, self.transfer, arrays, direct_targets), strict=True):
+        results = self.carry_out(call, self.transfer, arrays, direct_targets)
+        for target, result in zip(targets, results):  # noqa: B905  # `strict` takes as long as a copy
             if result is not target:
                 target[...] = result
         return out
@@ -384,6 +380,8 @@ def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
     """
     if op is not ReduceOp.MEAN:
         raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
+    if type(weight) in (int, float) and 0 <= weight < 2**63:  # larger ones, and other numbers, take longer
+        return float(weight)
     try:
         array = np.asarray(weight)
     except (TypeError, ValueError):  # a ragged list, say
@@ -448,6 +446,11 @@ class WeightedMeans(Transfer):
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._weights = NumbersOfRanks(ranks, 1)
+        #: For the mailboxes: the dtype of each mean, and that of its products.
+        self._wide = [(mean_dtype(dtype), np.result_type(dtype, np.float64)) for dtype, _ in layouts]
+        #: The weights of the latest call in the mailboxes, and what follows from them: the ranks that count, with their
+        #: normalized weights, and the sum of these.
+        self._latest: tuple[Any, Any, Any] = None, None, None
         # Other routes keep the algorithm's own order of additions: the order of the values, say.
         is_small = isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute)
         self._in_mailboxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
@@ -459,11 +462,11 @@ class WeightedMeans(Transfer):
         self._in_mailboxes.put([self.weight, *arrays])
         return None
 
-    @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the means; NaN where all weights are 0."""
         if self._in_mailboxes is not None:
-            return self._means_here(self._in_mailboxes.arrays_of_ranks())
+            with np.errstate(all="ignore"):
+                return self._means_here(self._in_mailboxes.arrays_of_ranks())
         me, weights = self._ranks.rank, self._weights.numbers_of_ranks(memory).ravel().tolist()
         factors, total = normalized(weights)
         work = partial(self._products_and_memory, arrays, weights[me], factors[me])
@@ -474,18 +477,19 @@ class WeightedMeans(Transfer):
     def _means_here(self, arrays_of_ranks: list[list[Array]]) -> list[Array]:
         """Return the means of the arrays in the mailboxes."""
         weights = [float(arrays[0]) for arrays in arrays_of_ranks]
-        factors, total = normalized(weights)
-        rows = [
-            (np.float64(factor), arrays)
-            for factor, weight, arrays in zip(factors, weights, arrays_of_ranks, strict=True)
-            if weight or total == 0  # the means are NaN then
-        ]
+        if weights != self._latest[0]:
+            factors, total = normalized(weights)
+            # Where all weights are 0, the means are NaN.
+            shares = [(rank, np.asarray(factor)) for rank, factor in enumerate(factors) if weights[rank] or total == 0]
+            self._latest = weights, shares, np.asarray(total)
+        _, shares, divisor = self._latest
         means = []
-        for number, dtype in enumerate(self.results, 1):
-            products = [arrays[number] * factor for factor, arrays in rows]
-            means.append(np.asarray(reduce(np.add, products) / total, dtype))
+        for number, (dtype, wide) in enumerate(self._wide, 1):
+            products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
+            means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
         return means
 
+    @quietly
     def _products_and_memory(self, arrays: Sequence[Array], weight: float, factor: float) -> tuple[Any, Any, Any]:
         """Return the products, memory for means of another dtype than their sums, and memory for the sums."""
         products = [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]

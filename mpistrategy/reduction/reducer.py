@@ -44,8 +44,8 @@ from mpistrategy.reduction.plan import (
     WeightedMeans,
     WeightedPlan,
     checked_weight,
+    in_place_targets,
     kind_of,
-    run_plan,
     sums_of,
 )
 from mpistrategy.reduction.transfer import (
@@ -314,8 +314,8 @@ class Reducer:
             plan: CallPlan | None = None
             if not call.structure:  # of a call around this one: other compared fields may change from call to call
                 try:
-                    called, kinds = (general, guard.level, call.where, call.place, call.name), general.kind(value, out)
-                    key = *called, type(argument), argument, options, weight is None, kinds
+                    called, kinds = (call.where, call.place, call.name), general.kind(value, out)
+                    key = general, guard.level, called, type(argument), argument, options, weight is None, kinds
                     plan = self._plans.get(key)
                 except Exception:  # such as the error of a list that holds itself
                     key = None
@@ -438,7 +438,10 @@ class Reducer:
         if options is None and {*map(type, arrays)} == {np.ndarray}:
             plan = self.plan_of_arrays(op, layouts_of(arrays))
             if plan is not None:
-                return run_plan(plan.plan, arrays, partial(plan.agree, call), in_place=in_place)
+                results = plan.run(call, arrays, in_place_targets(plan.plan, arrays) if in_place else None)
+                for array, result in zip(arrays, results, strict=True) if in_place else ():
+                    array[...] = result  # nothing to do where it is the array
+                return results
         more: dict[str, Any] = {"options": options, "targets": arrays if in_place else None, "is_batch": False}
         results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), **more)
         return [result if is_on_device(result) else np.asarray(result) for result in results]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -474,6 +475,8 @@ class _BatchReduceTo(_ReduceTo):
         if {*map(type, value)} != {tuple}:
             raise TypeError
         values, destinations = zip(*value, strict=True)
+        if all(map(is_, destinations, values)):
+            return np.ndarray, kind_of(values)
         (where,) = {*map(_kind_of_destinations, values, destinations)}
         return where, kind_of(values)
 

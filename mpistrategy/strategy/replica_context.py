@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -33,7 +32,6 @@ from mpistrategy.reduction.inputs import unpacked
 from mpistrategy.reduction.reducer import AllReduce, General
 
 T = TypeVar("T")
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class ReplicaContext(NotPickled):
@@ -223,8 +221,11 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         array([1., 1.])
         """
-        with self._frame("ReplicaContext.all_reduce_async") or _NOTHING:
-            return start_all_reduce(self._strategy.extended._reducer, reduce_op, value, options, name, out)
+        frame, reducer = current_frame(), self._strategy.extended._reducer
+        if frame is not None and frame.replica_context is self:
+            return start_all_reduce(reducer, reduce_op, value, options, name, out)
+        with self._outside_steps(frame, "ReplicaContext.all_reduce_async"):
+            return start_all_reduce(reducer, reduce_op, value, options, name, out)
 
     @collective("gather", outside="strategy.gather")
     def all_gather(
@@ -342,7 +343,9 @@ class ReplicaContext(NotPickled):
             ContextError: outside this context's step function.
             OptionTypeError: when merge_fn cannot be called, or args is not a sequence.
         """
-        self._frame("ReplicaContext.merge_call", is_collective=False)
+        frame = current_frame()
+        if frame is None or frame.replica_context is not self:
+            self._outside_steps(frame, "ReplicaContext.merge_call", is_collective=False)
         check_call("ReplicaContext.merge_call", merge_fn, args, kwargs)
         with cross_replica(self._strategy):
             return unpacked(merge_fn(self._strategy, *args, **(kwargs or {})))
@@ -359,21 +362,18 @@ class ReplicaContext(NotPickled):
         weight: Any = None,
     ) -> Any:
         """Make a collective of this context; see `Reducer.run`."""
-        frame, reducer = self._frame(where), self._strategy.extended._reducer
-        if frame is None:
+        frame, reducer = current_frame(), self._strategy.extended._reducer
+        if frame is not None and frame.replica_context is self:
             return reducer.run(where, general, argument, value, options, name, out, weight)
-        with frame:
+        with self._outside_steps(frame, where):
             return reducer.run(where, general, argument, value, options, name, out, weight)
 
-    def _frame(self, where: str, *, is_collective: bool = True) -> Frame | None:
-        """Return what must be entered to communicate, where this thread is in no context; None where it is in this one.
+    def _outside_steps(self, frame: Frame | None, where: str, *, is_collective: bool = True) -> Frame:
+        """Return what must be entered to communicate in `frame`, this thread's, which is not of this context.
 
         Raises:
-            ContextError: in another context.
+            ContextError: in any context but none.
         """
-        frame = current_frame()
-        if frame is not None and frame.replica_context is self:
-            return None
         if frame is None and self._strategy is current_strategy():
             if is_collective:
                 warn_outside_steps(self._strategy, where)

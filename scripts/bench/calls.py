@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from sys import _getframe
 from threading import get_ident
@@ -162,22 +162,22 @@ def strategy_of(algorithm: Any = None) -> tuple[Any, Any]:
     return strategy, ranks
 
 
-def least(work: Callable[[], Any], rounds: int, times: int = 3) -> float:
-    """Return the least microseconds of one call."""
-    work()
-    best = float("inf")
+def least_in_turns(works: Sequence[Callable[[], Any]], rounds: int, times: int = 3) -> list[float]:
+    """Return the least microseconds of one call of each work; in turns, so that other programs disturb all alike."""
+    best = [float("inf")] * len(works)
     for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(times):
-            work()
-        best = min(best, time.perf_counter() - start)
-    return best / times * 1e6
+        for at, work in enumerate(works):
+            start = time.perf_counter()
+            for _ in range(times):
+                work()
+            best[at] = min(best[at], time.perf_counter() - start)
+    return [seconds / times * 1e6 for seconds in best]
 
 
 def measure(options: argparse.Namespace) -> None:
     """Print the figures."""
     strategy, ranks = strategy_of()
-    sketch, extended, rounds = Sketch(ranks), strategy.extended, options.rounds
+    sketch, extended = Sketch(ranks), strategy.extended
     x, y, k = np.ones(1, np.float32), np.empty(1, np.float32), np.ones(1024, np.float32)
     numbers = {str(i): float(i) for i in range(10)}
     layers = [np.ones((8, i + 1), np.float32) for i in range(20)]
@@ -192,29 +192,30 @@ def measure(options: argparse.Namespace) -> None:
         "dict of 10 floats": (numbers, {}),
         "20 arrays": (layers, {}),
     }
-    sketched: dict[str, float] = {}
 
-    def show(name: str, shipped: float, beside: str) -> None:
-        print(f"{name:42} {shipped:8.1f} {sketched[beside]:8.1f} {shipped / sketched[beside]:8.2f}", flush=True)
+    def show(name: str, work: Callable[[], Any], beside: str = "4 B") -> None:
+        value, more = spelt[beside]
+        shipped, sketched = least_in_turns((work, partial(sketch.all_reduce, value, **more)), options.rounds)
+        print(f"{name:42} {shipped:8.1f} {sketched:8.1f} {shipped / sketched:8.2f}", flush=True)
 
     def step() -> None:
         replica_context = ms.get_replica_context()
         for spelling, (value, more) in spelt.items():
-            sketched[spelling] = least(partial(sketch.all_reduce, value, **more), rounds)
-            show(spelling, least(partial(replica_context.all_reduce, SUM, value, **more), rounds), spelling)
-        show("weight=", least(lambda: replica_context.all_reduce("MEAN", x, weight=2.0), rounds), "4 B")
-        show("all_reduce_async().wait()", least(lambda: replica_context.all_reduce_async(SUM, x).wait(), rounds), "4 B")
+            show(spelling, partial(replica_context.all_reduce, SUM, value, **more), spelling)
+        show("weight=", partial(replica_context.all_reduce, "MEAN", x, weight=2.0))
+        show("all_reduce_async().wait()", lambda: replica_context.all_reduce_async(SUM, x).wait())
         replica_context.merge_call(across)
 
     def across(_: Any) -> None:
-        show("reduce_to", least(lambda: extended.reduce_to(SUM, x, x), rounds), "4 B")
-        show("batch_reduce_to", least(lambda: extended.batch_reduce_to(SUM, pairs), rounds), "20 arrays")
+        show("reduce_to", partial(extended.reduce_to, SUM, x, x))
+        show("batch_reduce_to", partial(extended.batch_reduce_to, SUM, pairs), "20 arrays")
+
+    def by_algorithm(name: str) -> None:
+        show(name, partial(ms.get_replica_context().all_reduce, SUM, x))
 
     print(f"{'us':42} {'shipped':>8} {'sketch':>8} {'ratio':>8}")
     sketch.step = step.__code__
     strategy.run(step)
-    show("Strategy.reduce", least(lambda: strategy.reduce(SUM, x), rounds), "4 B")
+    show("Strategy.reduce", partial(strategy.reduce, SUM, x))
     for algorithm in (ms.NcclAllReduce(), ms.HierarchicalCopyAllReduce()):
-        pair, _ = strategy_of(algorithm)
-        shipped = pair.run(lambda: least(lambda: ms.get_replica_context().all_reduce(SUM, x), rounds))
-        show(type(algorithm).__name__, shipped, "4 B")
+        strategy_of(algorithm)[0].run(by_algorithm, (type(algorithm).__name__,))

@@ -59,7 +59,7 @@ class Call(CurrentCall):
             raise guard.refusal(where)
         self.where = where
         self.guard: Guard = guard
-        self._called, self._anywhere = called, anywhere or bool(called)
+        self._called, self._anywhere = called, anywhere or called
         if structure:
             self.structure = structure
         if called and isinstance(called, str):
@@ -100,7 +100,7 @@ class Call(CurrentCall):
             return self
         except BaseException:
             if guard.current is self:  # a signal has come
-                self._leave()
+                self.__exit__(None, None, None)
             raise
 
     def _joins(self, guard: Guard, outer: CurrentCall) -> bool:
@@ -180,18 +180,9 @@ class Call(CurrentCall):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        guard = self.guard
-        if error is None:
-            self._leave()
+        if error is not None:
+            self._fail(error)
             return
-        try:
-            guard.fail(self.where, error)
-        finally:
-            self._leave()
-        # The program may raise the same object again, in another call.
-        guard.reported = error if self._outer is not None else None
-
-    def _leave(self) -> None:
         guard, self.frame = self.guard, None
         guard.current = self._outer
         if self._outer is not None:
@@ -205,6 +196,15 @@ class Call(CurrentCall):
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed
                 on_gpu.__exit__(None, None, None)
+
+    def _fail(self, error: BaseException) -> None:
+        """Leave the call with an error, after the other ranks have heard of it."""
+        try:
+            self.guard.fail(self.where, error)
+        finally:
+            self.__exit__(None, None, None)
+        # The program may raise the same object again, in another call.
+        self.guard.reported = error if self._outer is not None else None
 
 
 def _is_under_way(frame: FrameType | None) -> bool:
