@@ -40,7 +40,7 @@ from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 
 # What can be written in Python; torch compares its version as a version, not as a text.
-_Base: Any = dist.ProcessGroup if torch.__version__ < "2.14" else torch._C._distributed_c10d.Backend
+_Base: type[dist.ProcessGroup] = dist.ProcessGroup if torch.__version__ < "2.14" else torch._C._distributed_c10d.Backend
 
 NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
