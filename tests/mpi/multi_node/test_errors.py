@@ -168,7 +168,7 @@ FIRST: dict[str, tuple[Callable[[], Any], Sequence[int], Any, str, Callable[[Any
     ),
     "slices": (ms.MpiAllReduce, APART, collectives, "np.empty", values_of_slices, ALL_ROWS),
     "the value of replica 0": (ms.MpiAllReduce, APART, collectives, "np.array", assigned, 1.0),
-    "rows of replica 0": (ms.MpiAllReduce, APART, variable, "np.array", scattered, np.array([[2.0], [2.0], [1.0]])),
+    "rows of replica 0": (ms.MpiAllReduce, APART, collectives, "np.zeros", scattered, np.array([[2.0], [2.0], [1.0]])),
     "an arena of 16-bit floats": (ms.MpiAllReduce, APART, host, "np.empty", in_halves, SUM),
     "a weighted mean": (ms.MpiAllReduce, APART, plan.WeightedMeans, "_products_and_memory", weighted, SQUARES / SUM),
     "sums in order, equal shares": (ms.OrderedAllReduce, APART, ordered, "room_for_shares", run(1000), SUM),
