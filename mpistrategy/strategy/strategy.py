@@ -28,6 +28,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import (
     any_array,
     host_array,
+    is_on_device,
     like_given,
     on_device_of,
     placed_as,
@@ -36,6 +37,7 @@ from mpistrategy.arrays.convert import (
 from mpistrategy.arrays.digests import digest, outliers
 from mpistrategy.arrays.dtypes import (
     dtype_name,
+    host_wire_dtype,
     maximum,
     minimum,
     quietly,
@@ -823,7 +825,8 @@ def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
 
     16-bit floats are rounded once, at the end: the sums here stay in the wire dtype.
     """
-    dtype = wire_dtype(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
+    travels = wire_dtype if is_on_device(array) else host_wire_dtype
+    dtype = travels(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
     with on_device_of(array):
         if op not in (ReduceOp.MIN, ReduceOp.MAX):
             return (array.prod if op is ReduceOp.PROD else array.sum)(axis=axes, dtype=dtype)
