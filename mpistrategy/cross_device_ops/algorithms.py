@@ -60,7 +60,6 @@ class CrossDeviceOps(Algorithm):
     scope is entered.  All methods are collective.  To write an algorithm of your own, override
     `reduce_implementation` and `batch_reduce_implementation` (and `broadcast_implementation` where the default, rank
     0's value by MPI Bcast, does not do).
-
     """
 
     def _call(self, method: str, value: Any = None, name: str | None = None) -> tuple[Ranks, Call]:
