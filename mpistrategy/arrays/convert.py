@@ -330,8 +330,8 @@ def to_host(array: DeviceArray) -> Array:
 
 
 def are_apart(arrays: Sequence[Any]) -> bool:
-    """Return whether no two NumPy arrays, or CuPy arrays, have memory in common, as far as ranges of addresses show."""
-    if len(arrays) == 2 and isinstance(arrays[0], np.ndarray):
+    """Return whether no two NumPy or CuPy arrays have memory in common, as far as ranges of addresses show."""
+    if len(arrays) == 2 and isinstance(arrays[0], np.ndarray) and isinstance(arrays[1], np.ndarray):
         return not np.may_share_memory(arrays[0], arrays[1])  # the same, in a fifth of the time
     spans = sorted(span(array) for array in arrays if array.size)
     return all(before[1] <= after[0] for before, after in pairwise(spans))
