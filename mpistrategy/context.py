@@ -275,10 +275,9 @@ def open_strategy(where: str, subject: str) -> Strategy | None:
     """
     if not has_peers():
         return None
-    gc.collect()  # strategies that the program has dropped
-    alive = [strategy for reference in (*_in_process, *_thread.references) if (strategy := reference()) is not None]
-    by_guard = {strategy.extended.communicator.guard: strategy for strategy in alive}  # of several, the last
-    strategies = [strategy for guard, strategy in by_guard.items() if not guard.closed]
+    if len(_open_strategies()) > 1:
+        gc.collect()  # strategies that the program has dropped
+    strategies = _open_strategies()
     if len(strategies) == 1:
         return strategies[0]
     raise ContextError.at(
@@ -287,6 +286,13 @@ def open_strategy(where: str, subject: str) -> Strategy | None:
         expected="to know whose ranks share it",
         fix=_INSIDE,
     )
+
+
+def _open_strategies() -> list[Strategy]:
+    """Return the open strategies that the program holds; of copies, which have the same ranks, the last."""
+    alive = [strategy for reference in (*_in_process, *_thread.references) if (strategy := reference()) is not None]
+    by_guard = {strategy.extended.communicator.guard: strategy for strategy in alive}
+    return [strategy for guard, strategy in by_guard.items() if not guard.closed]
 
 
 def refuse_outside(where: str, subject: str) -> None:
