@@ -30,7 +30,7 @@ from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.guard import ALWAYS, time_limit
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable
+from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable, write
 from mpistrategy.reduction.routes.gpu import move
 from mpistrategy.reduction.routes.host import (
     CommunicatorRoute,
@@ -141,8 +141,8 @@ def run_plan(
     memory = plan.bring(arrays, in_place_targets(plan, arrays) if in_place else None)
     agree()
     totals = plan.run(arrays, memory)
-    for array, total in zip(arrays, totals, strict=True) if in_place else ():
-        array[...] = total  # nothing to do where it is the array
+    if in_place:
+        write(totals, arrays)
     return totals
 
 

@@ -439,8 +439,8 @@ class Reducer:
             plan = self.plan_of_arrays(op, layouts_of(arrays))
             if plan is not None:
                 results = plan.run(call, arrays, in_place_targets(plan.plan, arrays) if in_place else None)
-                for array, result in zip(arrays, results, strict=True) if in_place else ():
-                    array[...] = result  # nothing to do where it is the array
+                if in_place:
+                    write(results, arrays)
                 return results
         more: dict[str, Any] = {"options": options, "targets": arrays if in_place else None, "is_batch": False}
         results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), **more)
