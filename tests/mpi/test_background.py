@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", range(1, 8))
+@pytest.mark.parametrize("line", [1, 5, 6, 7])  # before the job is there, as it is put, counted, kept
 def test_no_rank_takes_the_sum_of_another_step(line: int) -> None:
     """The last rank is interrupted in its start, and starts again: all sums are right, or raise."""
     strategy = OnNodes(list(RANKS), ms.MpiAllReduce(), contains_errors=True)
