@@ -209,12 +209,14 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             words: what else the ranks compare.
         """
         op, factor = t.operation(opts)
-        dtype, by, bits = t.reduction(op, tensors[0].dtype, call.where)
-        alike = {"op": op, "values": t.values_of(tensors), **words}
-        if is_large:
-            alike["options"] = "among those in the background"
+        by, bits = t.reduction(op, tensors[0].dtype, call.where)
+        options = "among those in the background" if is_large else ""
+        alike = {"op": op, "values": t.values_of(tensors), "options": options, **words}
         device = t.gpu_of(tensors)
-        elements = [t.scaled(tensor, dtype, factor, device) for tensor in tensors]
+        wide = [t.wide(tensor) for tensor in tensors]
+        elements = [each.cpu() if device is None else t.flat(each, device) for each in wide]
+        if op == "PREMUL_SUM":
+            elements = [each * factor for each in elements]
         if bits is not None:
             wholes = self._moved(call, collectives.gather, 0, elements, (op, t.values_of(tensors)))
             return [functools.reduce(bits, whole.chunk(self._ranks)) for whole in wholes]
@@ -367,8 +369,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             values=t.values_of(alike or [elements[:0]]),
             destination=destination,
         )
-        results = t.from_bytes(received, elements).split(target_counts)
-        t.write(results, targets)
+        t.write(t.from_bytes(received, elements).split(target_counts), targets)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the tensor of rank r into the root's r-th output; all have one size."""
