@@ -334,12 +334,10 @@ def test_models_and_steps_that_differ_are_named(strategy: ms.Strategy) -> None:
 def test_wrong_arguments_and_copies(strategy: ms.Strategy) -> None:
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    twice = [("w", net[0].weight), ("w", net[0].bias)]
     for refused, words, options in (
         (net, "optimizer", {}),
         (optimizer, "MAX", {"aggregation": "MAX"}),
         (optimizer, "wire", {"wire": "float8"}),
-        (optimizer, "a name of its own", {"named_parameters": twice}),
     ):
         with pytest.raises((errors.OptionTypeError, errors.OptionError), match=words):
             mst.DistributedOptimizer(refused, strategy=strategy, **options)
