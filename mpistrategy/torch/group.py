@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ from mpistrategy.errors import ContextError, LaunchError, OptionError, Unsupport
 from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import time_limit
+from mpistrategy.mpi.job import world
 from mpistrategy.mpi.over_mpi.background import Background
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message, exchange
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
@@ -44,6 +46,11 @@ _Base: type[dist.ProcessGroup] = dist.ProcessGroup if torch.__version__ < "2.14"
 
 NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
+#: What to write, of errors.
+_FORM = (
+    f'For the backend "{NAME}" write init_process_group("{NAME}", init_method="{NAME}://"), '
+    "or mpistrategy.torch.init_process_group()."
+)
 #: A sum; the options of calls without any.
 _SUM: Any = dist.AllreduceOptions()
 #: Whether torch takes a Work that is written in Python: not before 2.7.
@@ -209,12 +216,14 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             words: what else the ranks compare.
         """
         op, factor = t.operation(opts)
-        dtype, by, bits = t.reduction(op, tensors[0].dtype, call.where)
-        alike = {"op": op, "values": t.values_of(tensors), **words}
-        if is_large:
-            alike["options"] = "among those in the background"
+        by, bits = t.reduction(op, tensors[0].dtype, call.where)
+        options = "among those in the background" if is_large else ""
+        alike = {"op": op, "values": t.values_of(tensors), "options": options, **words}
         device = t.gpu_of(tensors)
-        elements = [t.scaled(tensor, dtype, factor, device) for tensor in tensors]
+        wide = [t.wide(tensor) for tensor in tensors]
+        elements = [each.cpu() if device is None else t.flat(each, device) for each in wide]
+        if op == "PREMUL_SUM":
+            elements = [each * factor for each in elements]
         if bits is not None:
             wholes = self._moved(call, collectives.gather, 0, elements, (op, t.values_of(tensors)))
             return [functools.reduce(bits, whole.chunk(self._ranks)) for whole in wholes]
@@ -367,8 +376,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
             values=t.values_of(alike or [elements[:0]]),
             destination=destination,
         )
-        results = t.from_bytes(received, elements).split(target_counts)
-        t.write(results, targets)
+        t.write(t.from_bytes(received, elements).split(target_counts), targets)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the tensor of rank r into the root's r-th output; all have one size."""
@@ -518,7 +526,14 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 def _make(options: Any, _: Any) -> Any:
     """Make the group that torch asks for: the default group, or a group of some ranks, which alone call this."""
     ranks = list(options.global_ranks_in_group)
-    whole: Any = _references[0].communicator if ranks else _pending.pop().extended.communicator
+    whole: Any = _references[0].communicator if ranks else _chosen_strategy().extended.communicator
+    if not ranks and (whole.rank, whole.size) != (options.group_rank, options.group_size):
+        raise LaunchError.at(
+            _WHERE,
+            found=f"rank {options.group_rank} of {options.group_size} (RANK and WORLD_SIZE of the environment?)",
+            expected="this rank's number, and the number of ranks, of MPI",
+            fix=_FORM,
+        )
     group = ProcessGroupMPI(whole.part(ranks) if ranks else whole.duplicate(), options.store)
     if _chosen_seconds(options.timeout):
         group.set_timeout(options.timeout)
@@ -526,8 +541,8 @@ def _make(options: Any, _: Any) -> Any:
     return group
 
 
-def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[tuple[Any, int, int]]:
-    """Answer ``init_method="mpistrategy://"`` with a store that all ranks share, this rank and their number."""
+def _chosen_strategy() -> Strategy:
+    """Return the strategy whose ranks the next default group has."""
     if dist.is_torchelastic_launched():
         raise LaunchError.at(
             _WHERE,
@@ -536,11 +551,17 @@ def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iter
             fix="Start it with `mpiexec -n 4 python program.py`, or with srun: torchrun is not needed.",
         )
     strategy = _pending.pop() if _pending else MirroredStrategy()
-    communicator = strategy.extended.communicator
-    if not isinstance(communicator, MpiRanks):
+    if not isinstance(strategy.extended.communicator, MpiRanks):
         raise ContextError.at(
             _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
         )
+    return strategy
+
+
+def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[tuple[Any, int, int]]:
+    """Answer ``init_method="mpistrategy://"`` with a store that all ranks share, this rank and their number."""
+    strategy = _chosen_strategy()
+    communicator: Any = strategy.extended.communicator
     host = "127.0.0.1" if communicator.nodes == 1 else socket.gethostname()
     store = None
     with Call(communicator.guard, _WHERE, anywhere=True) as call:  # the other ranks hear of an error
@@ -593,3 +614,6 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
 dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
 dist.register_rendezvous_handler(NAME, _rendezvous)
 call_sites.pass_over(torch.__path__[0])
+# Without an init_method torch takes env://, and looks for RANK before it comes here.
+world.hints["using env:// rendezvous"] = _FORM
+sys.excepthook = functools.partial(world.uncaught, sys.excepthook)

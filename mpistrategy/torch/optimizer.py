@@ -47,7 +47,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Raises:
         OptionTypeError, OptionError: for an object that is no optimizer, or is distributed already; for other
-            aggregations; for names that are not unique.
+            aggregations.
         CollectiveMismatchError: on every rank, when the ranks' parameters differ.
     """
 
@@ -75,14 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._op = ReduceOp._parse(aggregation, _WHERE)
         if self._op not in (ReduceOp.MEAN, ReduceOp.SUM):
             raise OptionError.at(_WHERE, found=f"aggregation={aggregation!r}", expected="'MEAN' or 'SUM'")
-        pairs = list(named_parameters or ())
-        if len(dict(pairs)) < len(pairs):
-            raise OptionError.at(
-                _WHERE,
-                found=f"names {[name for name, _ in pairs]!r:.200}",
-                expected="a name of its own for each parameter",
-            )
-        self._names = {id(tensor): name for name, tensor in pairs}
+        self._names = {id(tensor): name for name, tensor in named_parameters or ()}
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
         self._options = None if wire is None else CommunicationOptions(wire=wire)
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0

@@ -22,29 +22,22 @@ from mpistrategy.reduction.reducer import Reducer
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 #: Of torch's operations, but for sums.
 _BY_LIBRARY = {"AVG": ReduceOp.MEAN, "PRODUCT": ReduceOp.PROD, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
+#: The dtypes in which sums of others are taken, before they are rounded once; of short floats in float32.
+_WIDER = {torch.bool: torch.uint8, torch.complex32: torch.complex64}
 
 
 def operation(opts: Any) -> tuple[str, Any]:
-    """Return the name of the ReduceOp in options of c10d, and the factor of PREMUL_SUM, else 1."""
+    """Return the name of the ReduceOp in options of c10d, and the factor of PREMUL_SUM."""
     kind, factor = opts.reduceOp.__getstate__()
-    return kind.name, 1 if factor is None else factor
-
-
-def wider(dtype: Any) -> Any:
-    """Return the dtype in which sums of a dtype are taken, before they are rounded once."""
-    if dtype is torch.bool:
-        return torch.uint8
-    if dtype is torch.complex32:
-        return torch.complex64
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    return kind.name, factor
 
 
 @cache
-def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[..., Any] | None]:
-    """Return how tensors of a dtype are reduced by an operation that `operation` has named.
+def reduction(op: str, dtype: Any, where: str) -> tuple[ReduceOp, Callable[..., Any] | None]:
+    """Return how `wide` tensors of a dtype are reduced by an operation that `operation` has named.
 
-    Three results: the dtype in which they are combined; the library's operation, for AVG of whole numbers SUM, which is
-    divided and rounded towards zero; torch's operation on bits, which is used instead, or None.
+    Two results: the library's operation, for AVG of whole numbers SUM, which is divided and rounded towards zero;
+    torch's operation on bits, which is used instead, or None.
     """
     by = _BY_LIBRARY.get(op, ReduceOp.SUM)
     if dtype.is_complex:
@@ -59,7 +52,7 @@ def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[
         by = ReduceOp.SUM if op == "AVG" else by
     if op not in possible.split():
         raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected=f"one of {possible}")
-    return wider(dtype), by, _BITWISE.get(op)
+    return by, _BITWISE.get(op)
 
 
 def checked(
@@ -128,23 +121,10 @@ def _stream(cupy: Any, index: int, pointer: int) -> Any:
     return cupy.cuda.ExternalStream(pointer) if is_old else cupy.cuda.Stream.from_external(stream)
 
 
-def flat(tensor: Any, dtype: Any = None, device: Any = None) -> Any:
+def flat(tensor: Any, device: Any = None) -> Any:
     """Return the elements of a tensor, contiguous, on a GPU or the host; in the tensor's own memory if possible."""
     # a view of a single element may have another stride than 1
-    return (
-        tensor.resolve_conj()
-        .resolve_neg()
-        .to(device or "cpu", dtype or tensor.dtype)
-        .contiguous()
-        .as_strided((tensor.numel(),), (1,))
-    )
-
-
-def scaled(tensor: Any, dtype: Any, factor: Any, device: Any) -> Any:
-    """Return a tensor times a factor, in a dtype that NumPy has: the tensor itself, or its flat elements."""
-    is_plain = tensor.is_cpu and tensor.dtype is dtype and not tensor.is_conj() and not tensor.is_neg()
-    elements = tensor if is_plain else flat(tensor, dtype, device)
-    return elements if factor == 1 else elements * factor
+    return tensor.resolve_conj().resolve_neg().to(device or "cpu").contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def in_numpy(tensor: Any) -> Any:
@@ -162,7 +142,7 @@ def in_numpy(tensor: Any) -> Any:
 
 def in_bytes(tensor: Any, device: Any = None) -> Any:
     """Return the elements of a tensor as bytes, an array on the host or a tensor on a GPU; if possible, not copied."""
-    elements = flat(tensor, None, device).view(torch.uint8)
+    elements = flat(tensor, device).view(torch.uint8)
     return in_numpy(elements) if device is None else elements
 
 
@@ -199,7 +179,7 @@ def together(tensors: Any) -> Any:
     """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other; or of one tensor."""
     if isinstance(tensors, torch.Tensor):
         return tensors.detach().reshape(-1)
-    flat_parts = [flat(tensor.detach(), device=tensor.device).view(torch.uint8) for tensor in tensors]
+    flat_parts = [flat(tensor.detach(), tensor.device).view(torch.uint8) for tensor in tensors]
     return torch.cat(flat_parts).view(tensors[0].dtype)
 
 
@@ -219,7 +199,9 @@ def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[
 
 def wide(tensor: Any) -> Any:
     """Return a tensor whose memory has its values, in a dtype in which sums are exact enough; usually the tensor."""
-    return tensor.resolve_conj().resolve_neg().to(wider(tensor.dtype))
+    is_short = tensor.is_floating_point() and tensor.itemsize < 4
+    dtype = torch.float32 if is_short else _WIDER.get(tensor.dtype, tensor.dtype)
+    return tensor.resolve_conj().resolve_neg().to(dtype)
 
 
 def sum_of_rows(call: Call, reducer: Reducer, tensor: Any, shape: Any, *, divides: bool) -> Any:

@@ -50,25 +50,6 @@ def gathered(mine: Any) -> Any:
     return together
 
 
-def gathered_unevenly(mine: Any) -> Any:
-    flat = mine.reshape(-1)
-    found = [flat.new_empty(rank) for rank in range(SIZE)]  # nothing of rank 0
-    dist.all_gather(found, flat[:RANK])
-    return torch.cat([*found, flat[:1]])
-
-
-def gathered_by_one(mine: Any) -> Any:
-    found = [torch.empty_like(mine) for _ in range(SIZE)] if RANK == LAST else None
-    dist.gather(mine, found, LAST)
-    return torch.stack(found or [mine])
-
-
-def scattered(mine: Any) -> Any:
-    found = torch.empty_like(mine)
-    dist.scatter(found, [mine.roll(rank, 0) for rank in range(SIZE)] if RANK == LAST else None, LAST)
-    return found
-
-
 def part_of_the_sum(mine: Any) -> Any:
     part = mine.new_empty(mine.numel())
     dist.reduce_scatter_tensor(part, mine.reshape(-1).repeat(SIZE))
@@ -98,15 +79,13 @@ def coalesced(mine: Any) -> Any:
 
 
 SUM, IN_BACKGROUND = reduced("SUM"), reduced("SUM", is_async=True)
+#: One of each way: what is gathered or scattered by one rank goes as in all_to_all.
 COLLECTIVES: dict[str, Collective] = {
     "all_reduce": SUM,
     "async": IN_BACKGROUND,
     "broadcast": broadcast,
     "reduce": reduced_to_one,
     "all_gather_into_tensor": gathered,
-    "all_gather": gathered_unevenly,
-    "gather": gathered_by_one,
-    "scatter": scattered,
     "reduce_scatter_tensor": part_of_the_sum,
     "all_to_all_single": exchanged,
     "isend": sent,

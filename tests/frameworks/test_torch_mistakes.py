@@ -45,6 +45,7 @@ NO_MEMORY = """
     try: backward()
     except MemoryError: print("skipped", flush=True)
 """
+BARE = 'dist.init_process_group("mpistrategy")'
 #: What rank 1 does, how the group is made, and what the job says.
 MISTAKES = {
     "an early exit": ("sys.exit()", START, ["RankLeftError", "rank 1", "left"]),
@@ -54,6 +55,7 @@ MISTAKES = {
         CONTAINED,
         ["RemoteError: rank 1 failed in torch.distributed.all_reduce: MemoryError"],
     ),
+    "no init_method": ("pass", BARE, ["RANK expected", 'For the backend "mpistrategy" write', "init_method="]),
     # long enough for a busy machine's own delays
     "a stopped rank": (
         "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -80,6 +82,12 @@ def by_address() -> None:
     dist.init_process_group("mpistrategy", init_method="mpistrategy://", timeout=timedelta(milliseconds=300))
 
 
+def by_a_store(ranks: int = MPI.COMM_WORLD.size) -> None:
+    """As with RANK and others in the environment, where torch makes the store."""
+    options = {"store": dist.HashStore(), "rank": MPI.COMM_WORLD.rank, "world_size": ranks}
+    dist.init_process_group("mpistrategy", timeout=timedelta(milliseconds=300), **options)
+
+
 def of_a_new_group() -> Any:
     mst.init_process_group()
     return dist.new_group(timeout=timedelta(milliseconds=300))
@@ -93,7 +101,7 @@ def set_later() -> Any:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("make", [in_a_call, by_address, of_a_new_group, set_later])
+@pytest.mark.parametrize("make", [in_a_call, by_address, by_a_store, of_a_new_group, set_later])
 def test_each_way_to_say_how_long_calls_wait(make: Callable[[], Any]) -> None:
     """One after the other: the default group is made and destroyed again and again."""
     group, rank, ranks = make(), dist.get_rank(), dist.get_world_size()
@@ -106,9 +114,11 @@ def test_each_way_to_say_how_long_calls_wait(make: Callable[[], Any]) -> None:
     dist.destroy_process_group()
 
 
-def test_torchrun_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_another_launcher_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ms.errors.LaunchError, match=r"WORLD_SIZE.*init_method="):
+        by_a_store(MPI.COMM_WORLD.size + 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun does
     assert dist.is_torchelastic_launched()
-    for make in (in_a_call, by_address):
+    for make in (in_a_call, by_address, by_a_store):
         with pytest.raises(ms.errors.LaunchError, match=r"mpiexec -n 4 python program\.py"):
             make()

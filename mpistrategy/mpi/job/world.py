@@ -52,6 +52,8 @@ _PID, _RANK, _SIZE = os.getpid(), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 reports.title = f"[rank {_RANK}/{_SIZE}] "
 #: The guards that are watched in this process, with the functions that free them.
 _open: dict[Guard, Callable[[], None]] = {}
+#: What to write instead, by words of another library's ValueError: its note, if nobody catches it.
+hints: dict[str, str] = {}
 
 
 def watch(guard: Guard, free: Callable[[], None] = lambda: None) -> None:
@@ -69,7 +71,7 @@ def watch(guard: Guard, free: Callable[[], None] = lambda: None) -> None:
 @functools.cache
 def _begin() -> None:
     exit_hooks.prepare()
-    sys.excepthook = functools.partial(_uncaught, sys.excepthook)
+    sys.excepthook = functools.partial(uncaught, sys.excepthook)
     threading.excepthook = functools.partial(_uncaught_in_thread, threading.excepthook)
     atexit.register(_say_goodbye)
 
@@ -84,9 +86,13 @@ def _ends_the_job() -> bool:
     return os.getpid() == _PID and any(not guard.contains_errors for guard in _open)
 
 
-def _uncaught(
+def uncaught(
     before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    """Take an uncaught error before the hook that there was; as `sys.excepthook`, also more than once."""
+    for words, hint in hints.items():
+        if kind is ValueError and words in str(error) and hint not in getattr(error, "__notes__", ()):
+            error.add_note(hint)
     is_pythons = hasattr(sys, "ps1") or not _ends_the_job()
     if is_pythons or before is not sys.__excepthook__:
         before(kind, error, trace)
