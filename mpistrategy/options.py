@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 
 from mpistrategy.errors import OptionError, ReduceOpError
-from mpistrategy.objects.settings import checked_count, checked_number, checked_type, not_negative
+from mpistrategy.objects.settings import checked_count, checked_number, checked_type
 from mpistrategy.objects.shown import did_you_mean
 
 E = TypeVar("E", bound=enum.Enum)
@@ -194,7 +194,7 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         where, wire = "CommunicationOptions", cast("Any", self.wire)
         if self.timeout_seconds not in (None, math.inf):
-            checked_number(where, "timeout_seconds", self.timeout_seconds, "seconds >= 0, or None", not_negative)
+            checked_number(where, "timeout_seconds", self.timeout_seconds, "seconds >= 0, or None")
         if wire is not None and not (isinstance(wire, str) and wire.lower() in WIRES):
             raise OptionError.at(where, found=f"wire={wire!r}", expected='None, "bfloat16" or "float16"')
         chosen = checked_member(CommunicationImplementation, self.implementation, where, "implementation")

@@ -44,13 +44,7 @@ _CONVERT = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gathe
 
 def is_cupy(value: object) -> bool:
     """Return whether `value` is a CuPy array, without importing CuPy."""
-    kind: Any = type(value)
-    return _is_of_cupy(kind)
-
-
-@lru_cache(maxsize=256)  # a step asks for all of its arrays
-def _is_of_cupy(kind: Any) -> bool:
-    return bool(kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__"))
+    return library_of(value) == "cupy"
 
 
 def library_of(value: object) -> str:
@@ -59,7 +53,7 @@ def library_of(value: object) -> str:
     return _library_of(kind)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=512)  # a step asks for all of its arrays
 def _library_of(kind: type) -> str:
     roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
     return next((_LIBRARIES[root] for root in roots if root in _LIBRARIES), roots[0])
@@ -252,11 +246,16 @@ def copy_of(array: Any) -> Any:
 
 
 def host_array(value: Any, where: str = "a value", path: str = "") -> Array:
-    """Return an array as an ndarray on the host; no copy when it is there already.  Errors name `where` and `path`."""
+    """Return an array as an ndarray on the host; no copy when it is there already.  Errors name `where` and `path`.
+
+    An array in GPU memory is copied after the work on the current stream.
+    """
     if type(value) is np.ndarray:
         return value
     if is_on_device(value):
-        return to_host(as_device_array(value, where, path))
+        array = as_device_array(value, where, path)
+        with array.device:
+            return array.get()  # type: ignore[no-any-return]
     return on_host(value, where, path) if is_foreign(value) else np.asarray(value)
 
 
@@ -274,7 +273,7 @@ def placed_as(value: Any, place: Any) -> Array:
             array: Array = as_device_array(value, "a value")
             if array.device == place.device:
                 return array
-            value = to_host(array)  # on another GPU, with streams of its own
+            value = host_array(array)  # on another GPU, with streams of its own
         return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
 
 
@@ -320,13 +319,6 @@ def by_value(argument: Array) -> Array:
     CuPy would write out the names of fields in words, which takes 20 us for each launch.
     """
     return argument.reshape(-1).view(np.dtype((np.void, argument.nbytes)))
-
-
-def to_host(array: DeviceArray) -> Array:
-    """Return a copy of a CuPy array on the host, after the work on the current stream."""
-    with array.device:
-        host_copy: Array = array.get()
-    return host_copy
 
 
 def are_apart(arrays: Sequence[Any]) -> bool:

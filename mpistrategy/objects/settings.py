@@ -114,7 +114,13 @@ def checked_type(
     return value
 
 
-def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+def checked_number(
+    where: str,
+    name: str,
+    value: Any,
+    expected: str = "a number from 0 on",
+    fits: Callable[[float], bool] = lambda number: number >= 0,
+) -> float:
     """Return `value` as a float; raise OptionTypeError if it is not a number, OptionError if it does not fit."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
@@ -159,24 +165,9 @@ def positive(number: float) -> bool:
     return number > 0
 
 
-def not_negative(number: float) -> bool:
-    """Return whether a number is 0 or above."""
-    return number >= 0
-
-
-def number(expected: str, fits: Callable[[float], bool]) -> Setting[float]:
-    """Return a setting that is a finite number."""
-    return Setting(lambda where, name, value: checked_number(where, name, value, expected, fits))
-
-
-def decay() -> Setting[float]:
-    """Return a setting that is a number from 0 to below 1."""
-    return number("a number from 0 to below 1", lambda value: 0 <= value < 1)
-
-
-def amount() -> Setting[float]:
-    """Return a setting that is a number from 0 on."""
-    return number("a number from 0 on", not_negative)
+def number(*limits: Any) -> Setting[float]:
+    """Return a setting that is a finite number, from 0 on or as the last two arguments of `checked_number` say."""
+    return Setting(lambda where, name, value: checked_number(where, name, value, *limits))
 
 
 def or_none(check: Check[T]) -> Setting[T | None]:
