@@ -11,7 +11,6 @@ call, and work put on it after the call sees the result.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -327,32 +326,6 @@ def are_apart(arrays: Sequence[Any]) -> bool:
         return not np.may_share_memory(arrays[0], arrays[1])  # the same, in a fifth of the time
     spans = sorted(span(array) for array in arrays if array.size)
     return all(before[1] <= after[0] for before, after in pairwise(spans))
-
-
-#: NumPy's reductions, as methods of CuPy's arrays.
-_REDUCTIONS = {
-    np.add: "sum",
-    np.multiply: "prod",
-    np.maximum: "max",
-    np.minimum: "min",
-    np.logical_and: "all",
-    np.logical_or: "any",
-}
-
-
-def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a method of a NumPy ufunc on inputs, some of them in GPU memory.
-
-    CuPy supports calls of ufuncs.  It has other names for reductions and matrix products, and takes NumPy's scalars but
-    not its arrays.
-    """
-    plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in inputs]
-    if ufunc is np.matmul and method == "__call__" and not kwargs:
-        return operator.matmul(*plain)
-    if method == "reduce" and ufunc in _REDUCTIONS:
-        options = {name: value for name, value in kwargs.items() if value is not None}
-        return getattr(plain[0], _REDUCTIONS[ufunc])(**{"axis": 0, **options} if "axis" not in kwargs else options)
-    return getattr(ufunc, method)(*plain, **kwargs)
 
 
 def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:

@@ -28,7 +28,6 @@ from mpistrategy.arrays.convert import (
     is_on_device,
     library_of,
     like_given,
-    on_device,
 )
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
@@ -141,10 +140,8 @@ class ArrayLike(NDArrayOperatorsMixin):
             if isinstance(target, ArrayLike):
                 target._refuse(f" as the result of np.{ufunc.__name__}")
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
-        # CuPy leaves a ufunc to the other operand's __array_ufunc__, unless that has __cuda_array_interface__ or
-        # __cupy_get_ndarray__: then CuPy computes itself, and fails for matrix products.
-        if any(map(is_on_device, plain)):
-            return on_device(ufunc, method, plain, kwargs)
+        if any(map(is_on_device, plain)):  # CuPy takes NumPy's scalars but not its arrays
+            plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in plain]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getitem__(self, key: Any) -> Array:
