@@ -394,19 +394,18 @@ def without_data(value: Any, where: str, path: str = "") -> LeafError | None:
     """Return the error for a value of JAX's that NumPy cannot read: traced, keys, or donated; None for others."""
     if library_of(value) != "jax" or isinstance(value, np.ndarray):
         return None
-    leaf = f" at leaf {path}" if path else ""
-    if isinstance(value, sys.modules["jax"].core.Tracer):
-        found = f"a value{leaf} of a function that JAX has traced, which stands for no numbers"
-        fix = "Return it from the function, and pass what the compiled function returns."
-    elif not hasattr(value, "__dlpack__"):
-        found = f"{type(value).__name__}{leaf}, of dtype {getattr(value, 'dtype', None)}, which NumPy cannot read"
-        fix = "Of random keys pass jax.random.key_data(keys), and give the result to jax.random.wrap_key_data."
-    elif value.is_deleted():
-        found = f"a JAX array{leaf} that was donated to a compiled function, or deleted"
-        fix = "Pass what the function returned in its place, or leave it out of donate_argnums."
-    else:
+    is_traced = isinstance(value, sys.modules["jax"].core.Tracer)
+    if hasattr(value, "__dlpack__") and not is_traced and not value.is_deleted():
         return None
-    return LeafError.at(where, found=found, expected="an array with its data on this rank", fix=fix)
+    leaf = f" at leaf {path}" if path else ""
+    return LeafError.at(
+        where,
+        found=f"{type(value).__name__}{leaf}, of dtype {getattr(value, 'dtype', None)}, whose numbers cannot be read",
+        expected="an array with its data on this rank",
+        fix="In place of an array that was traced, deleted, or donated to a compiled function (donate_argnums), pass "
+        "what the function returned. Of random keys pass jax.random.key_data(keys), and give the result to "
+        "jax.random.wrap_key_data.",
+    )
 
 
 def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
