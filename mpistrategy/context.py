@@ -186,9 +186,9 @@ def require_cross_replica(strategy: Strategy, where: str) -> None:
     )
 
 
-def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:
+def require_same_strategy(frame: Frame | None, strategy: Strategy, where: str) -> None:
     """Raise ContextError when `frame` belongs to another strategy."""
-    if frame.strategy is not strategy:
+    if frame is not None and frame.strategy is not strategy:
         raise ContextError.at(
             where,
             found=f"a call in {in_words(frame)} of another strategy",

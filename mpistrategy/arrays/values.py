@@ -14,7 +14,6 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import (
     any_array,
     array_where_it_is,
@@ -104,15 +103,8 @@ class ArrayLike(NDArrayOperatorsMixin):
         """Return this replica's value in a reduction; never communicates."""
         return self._read()
 
-    def _may_differ(self) -> bool:
-        """Return whether `_read` returns this replica's own value here: other replicas may have other values."""
-        return False
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        array = host_array(self._read())
-        if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
-            raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
-        return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
+        return np.array(host_array(self._read()), dtype, copy=copy)
 
     def __dlpack__(self, **options: Any) -> Any:
         """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""
@@ -178,8 +170,7 @@ class ArrayLike(NDArrayOperatorsMixin):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the local component."""
-        value = self._read()
-        return value.dtype if is_on_device(value) else np.asarray(value).dtype
+        return any_array(self._read()).dtype
 
     @property
     def ndim(self) -> int:
@@ -329,9 +320,6 @@ class PerReplica(DistributedValues):
         super().__init__(values)
         self._group = group
 
-    def _may_differ(self) -> bool:
-        return True
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_group": None}  # the ranks belong to this process
 
@@ -400,12 +388,6 @@ class IndexedSlices:
         return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"
 
 
-def may_differ(value: Any) -> bool:
-    """Return whether a nest has a value that may differ by replica: a PerReplica, say."""
-    leaves = [part for leaf in nest.flatten(value)[0] for part in _parts(leaf)]
-    return any(isinstance(leaf, ArrayLike) and leaf._may_differ() for leaf in leaves)
-
-
 def local_component(value: Any) -> Any:
     """Return this rank's component of a DistributedValues; anything else unchanged."""
     return value._read() if isinstance(value, DistributedValues) else value
@@ -455,7 +437,7 @@ def event_of_reads(arrays: Iterable[Any]) -> Any:
     Args:
         arrays: the arrays, and IndexedSlices, that the work on the stream reads.
     """
-    parts = [part for array in arrays for part in _parts(array)]
+    parts = [part for array in arrays for part in parts_of(array)]
     foreign_array = next(filter(_has_other_streams, parts), None)
     if foreign_array is None:
         return None
@@ -466,7 +448,7 @@ def event_of_reads(arrays: Iterable[Any]) -> Any:
     return event
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def parts_of(value: Any) -> tuple[Any, ...]:
     return (value.values, value.indices) if isinstance(value, IndexedSlices) else (value,)
 
 

@@ -146,7 +146,7 @@ class EachArray(General):
         arrays = arrays_of(leaves)
         if where is None or arrays is None or not all(a.dtype.isnative and not a.dtype.hasobject for a in arrays):
             return None
-        call.structure, kinds = where.structure.text, {*map(type, leaves)}
+        call.structure, kinds = where.text, {*map(type, leaves)}
         collective, timeout_seconds = self.collective(call, arrays, value), self.merged_options.timeout_seconds
         return NestPlan(self, where, collective, collective.signature(call), timeout_seconds, kinds)
 

@@ -28,7 +28,7 @@ from mpistrategy.arrays.convert import (
     reducible,
 )
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype
-from mpistrategy.arrays.nest import Leaves, alike
+from mpistrategy.arrays.nest import Structure, alike
 from mpistrategy.arrays.values import (
     ArrayLike,
     DistributedValues,
@@ -117,7 +117,7 @@ def _on_host(leaf: Any) -> Array:
     return reducible(leaf, "")  # type: ignore[no-any-return]
 
 
-def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
+def takes(out: Any, value: Any, where: Structure, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether `out` is a nest like `value` of ordinary arrays, of these dtypes, and of the shapes of arrays."""
     if not alike(value, out):
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -67,7 +68,7 @@ class StrategyExtended(NotPickled, Settable):
         self._container_strategy = strategy
         #: Reduces the values of this strategy.
         self._reducer: Reducer = reducer
-        self._reducer.entered = self._entered
+        self._reducer.entered = partial(context.cross_replica, strategy)
         #: The variables that are still in use on this rank, by number, in order of creation; weak, so that they can be
         #: collected.  A number means the same variable on all ranks, whose dictionaries may differ.
         self._variables: WeakValueDictionary[int, Variable] = WeakValueDictionary()
@@ -201,7 +202,10 @@ class StrategyExtended(NotPickled, Settable):
             A Mirrored, as in `reduce_to`.
         """
         self._require_collective("StrategyExtended.broadcast_to")
-        with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
+        with (
+            self._reducer.entered(),
+            Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call,
+        ):
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
             return self.cross_device_ops.broadcast(tensor, destinations)
@@ -246,8 +250,7 @@ class StrategyExtended(NotPickled, Settable):
                 an ON_WRITE variable, whose copies would differ.
         """
         frame = context.current_frame()
-        if frame is not None:
-            context.require_same_strategy(frame, self._container_strategy, "StrategyExtended.update")
+        context.require_same_strategy(frame, self._container_strategy, "StrategyExtended.update")
         context.check_call("StrategyExtended.update", fn, args, kwargs)
         if not self.variable_created_in_scope(var):
             raise OptionTypeError.at(
@@ -374,14 +377,14 @@ class StrategyExtended(NotPickled, Settable):
         return False
 
     @property
-    def experimental_between_graph(self) -> bool:
-        """Whether several processes run this program: with more than one rank."""
-        return self.communicator.size > 1
-
-    @property
     def experimental_should_init(self) -> bool:
         """Whether this rank makes the initial values of variables: every rank does, and rank 0's are used."""
         return True
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether several processes run this program: with more than one rank."""
+        return self.communicator.size > 1
 
     @property
     def should_checkpoint(self) -> bool:
@@ -405,9 +408,6 @@ class StrategyExtended(NotPickled, Settable):
     def _require_collective(self, where: str) -> None:
         context.require_cross_replica(self._container_strategy, where)
         context.warn_if_alone(self._container_strategy, where)
-
-    def _entered(self) -> Frame:
-        return context.cross_replica(self._container_strategy)
 
 
 call_sites.calls_steps(StrategyExtended.call_for_each_replica)
@@ -433,7 +433,7 @@ class _ReduceTo(AllReduce):
         """Return a key that tells calls with plans apart."""
         return kind_of(value), _kind_of_destinations(value, out)
 
-    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
+    def leaves_of(self, value: Any, out: Any) -> nest.Structure | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
         return None if _is_one_array(value) else nest.leaves_of(value)
 
@@ -478,7 +478,7 @@ class _BatchReduceTo(_ReduceTo):
         (where,) = {*map(_kind_of_destinations, value, out)}
         return where, kind_of(value)
 
-    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
+    def leaves_of(self, value: Any, out: Any) -> nest.Structure | None:
         """Return how to reach the arrays of all values; see `_ReduceTo.leaves_of`."""
         return None if any(map(_is_one_array, value)) else nest.leaves_of(value)
 

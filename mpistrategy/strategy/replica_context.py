@@ -58,9 +58,7 @@ class ReplicaContext(NotPickled):
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
 
     def __enter__(self) -> Self:
-        frame = current_frame()
-        if frame is not None:
-            require_same_strategy(frame, self._strategy, "ReplicaContext.__enter__")
+        require_same_strategy(current_frame(), self._strategy, "ReplicaContext.__enter__")
         Frame(self._strategy, Mode.REPLICA, self).__enter__()
         return self
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex
 import numpy as np
 
 from mpistrategy import context
+from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import (
     DeviceArray,
     are_apart,
@@ -38,7 +39,7 @@ from mpistrategy.arrays.values import (
     Reducible,
     event_of_reads,
     local_component,
-    may_differ,
+    parts_of,
 )
 from mpistrategy.context import Mode
 from mpistrategy.errors import (
@@ -180,14 +181,15 @@ class Policy(NamedTuple):
     """One row of the table: how a variable is read and written in one context.
 
     Attributes:
-        read: `read_value`, and with it arithmetic, comparison, indexing and conversion; given the call's name=.
+        read: `read_value`, and with it arithmetic, comparison, indexing and conversion; given variables of one policy,
+            which are read together, and the call's name=.
         assign: `assign`.
         add: `assign_add` and `assign_sub`.
         scatter_add: `scatter_add` and `scatter_sub`.
         scatter_set: `scatter_update` and `scatter_max`.
     """
 
-    read: Callable[[Variable, str | None], Array]
+    read: Callable[[Sequence[Variable], str | None], list[Array]]
     assign: Callable[[Write], None]
     add: Callable[[Write], None]
     scatter_add: Callable[[Write], None]
@@ -350,9 +352,11 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         """Return this replica's copy: its value in a reduction."""
         return self.local_view
 
-    def _may_differ(self) -> bool:
-        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._reducer.is_alone
-        return own_copies and self._policy("reading a variable").read is own
+    @property
+    def _is_own_here(self) -> bool:
+        """Whether a read here returns a copy that may differ from those of other replicas."""
+        is_own = self._policy("reading a variable").read is own
+        return is_own and self.synchronization is _ON_READ and not self._reducer.is_alone
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise CopyError.at(
@@ -399,7 +403,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         return copy_of(self.local_view)  # type: ignore[no-any-return]
 
     def _read(self, name: str | None = None) -> Array:
-        return self._policy("reading a variable").read(self, name)
+        return self._policy("reading a variable").read([self], name)[0]
 
     def _array(self, name: str) -> Array:
         # A method that communicated would hang a program that calls it on one rank, as it may with an array.
@@ -538,6 +542,12 @@ def _of_dtype(storage: Array, value: Any, where: str) -> Array:
     return converted(array, storage.dtype, where)
 
 
+def may_differ(value: Any) -> bool:
+    """Return whether a nest has values that may differ by replica: a PerReplica, or a copy of a variable."""
+    leaves = [part for leaf in nest.flatten(value)[0] for part in parts_of(leaf)]
+    return any(isinstance(leaf, PerReplica) or (isinstance(leaf, Variable) and leaf._is_own_here) for leaf in leaves)
+
+
 def differing(where: str, why: str) -> OptionTypeError:
     """Return the error for a PerReplica where all replicas must write the same value."""
     return OptionTypeError.at(
@@ -624,54 +634,43 @@ def _checked_dtype(dtype: Any, is_mean: bool) -> np.dtype[Any]:
 # ----------------------------------------------------------------------------------------------------- reads
 
 
-def own(variable: Variable, called: str | None) -> Array:
-    """Return this replica's copy; never communicates."""
-    return variable.local_view
+def own(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return this replica's copies; never communicates."""
+    return [variable.local_view for variable in variables]
 
 
-def own_if_alone(variable: Variable, called: str | None) -> Array:
-    """Return the copy of a variable of the default strategy; refuse it if other ranks have one."""
+def own_if_alone(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return the copies of variables of the default strategy; refuse it if other ranks have some."""
     if context.has_peers():
         raise ContextError.at(
-            f"reading {variable.name!r}",
+            f"reading {variables[0].name!r}",
             found="an ON_READ variable of this rank alone, which was made before the strategy of several ranks",
             expected="one that belongs to a strategy, whose copies this call combines",
             fix="Make it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a "
             "OneDeviceStrategy.",
         )
-    return variable.local_view
+    return own(variables, called)
 
 
-def summed(variable: Variable, called: str | None) -> Array:
-    """Return the sum or the mean of all copies.  Collective."""
-    return _sums_of([variable], called)[0]
-
-
-def read_together(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    """Return the values of variables of one policy: in one call, where their copies are added up."""
-    if all(variable._policy("reading a variable").read is summed for variable in variables):
-        return _sums_of(variables, called)
-    return [variable._read(called) for variable in variables]
-
-
-def _sums_of(variables: Sequence[Variable], called: str | None) -> list[Array]:
+def summed(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return the sum or the mean of all copies of each.  Collective."""
     reducer, op = variables[0]._reducer, _REDUCE_OPS[variables[0].aggregation]
     names = ", ".join([variable._key for variable in variables])
     with Call(reducer.communicator.guard, "reading a variable", called, names) as call:
-        return reducer.all_reduce_arrays(call, op, [variable.local_view for variable in variables])
+        return reducer.all_reduce_arrays(call, op, own(variables, called))
 
 
-def first(variable: Variable, called: str | None) -> Array:
-    """Return replica 0's copy.  Collective."""
-    with Call(variable._reducer.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
-        value: Array = broadcast(variable._reducer.communicator, [variable.local_view], 0, call)[0]
-        return value
+def first(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return replica 0's copies.  Collective."""
+    communicator, names = variables[0]._reducer.communicator, ", ".join([variable._key for variable in variables])
+    with Call(communicator.guard, "reading a variable", called, names) as call:
+        return broadcast(communicator, own(variables, called), 0, call)
 
 
-def no_read(variable: Variable, called: str | None) -> Array:
+def no_read(variables: Sequence[Variable], called: str | None) -> list[Array]:
     """Refuse the read: the copies may differ, and no aggregation combines them."""
     raise AggregationError.at(
-        f"reading {variable.name!r}",
+        f"reading {variables[0].name!r}",
         found="an ON_READ variable with aggregation NONE in cross-replica context",
         expected="an aggregation that combines the replicas' values",
         fix="Create it with an aggregation, or read this replica's copy in a step function.",
