@@ -17,7 +17,6 @@ from weakref import ReferenceType, ref
 
 from mpistrategy.errors import ContextError, OptionTypeError, OutsideStepWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.public_calls import declared
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_threads import Threads
 
@@ -220,30 +219,20 @@ def in_words(frame: Frame | None) -> str:
     return "no context" if frame is None else f"{frame.mode.value} context"
 
 
-class Scope:
-    """Puts the thread into the cross-replica context of a strategy; may be entered several times.
-
-    Attributes:
-        depth: how often it is entered.
-    """
-
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-        self.depth: int = 0
+class Scope(Frame):
+    """The cross-replica context of a strategy, as the program enters it; may be entered several times."""
 
     def __enter__(self) -> Any:
-        require_cross_replica(self._strategy, "Strategy.scope")
-        if not self._strategy._is_default:
-            cross_replica(self._strategy).__enter__()
-        self.depth += 1
-        return self._strategy
+        require_cross_replica(self.strategy, "Strategy.scope")
+        if not self.strategy._is_default:
+            super().__enter__()
+        return self.strategy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.depth -= 1
-        if not self._strategy._is_default:
-            _thread.entered.pop()
+        if not self.strategy._is_default:
+            super().__exit__(kind, error, trace)
 
 
 # ------------------------------------------------------------------------------------- are there other ranks
@@ -340,21 +329,3 @@ def warn_if_alone(
         "is meant, use a OneDeviceStrategy.",
         OutsideStepWarning,
     )
-
-
-def warn_outside_steps(strategy: Strategy, where: str) -> None:
-    """Do `warn_if_alone` for a method of the replica context that was called outside every step.
-
-    Raises:
-        ContextError: for a method whose declaration names no other call.
-    """
-    call = declared.get(where)
-    if call is None or not call.outside:
-        raise ContextError.at(
-            where,
-            found="a call outside every step",
-            expected="a call in replica context (inside a step function)",
-            fix="Call it in the function given to `strategy.run`.",
-        )
-    cure = f"Call it in the function given to strategy.run; outside a step use {call.outside}."
-    warn_if_alone(strategy, where, "was called outside every step", cure)

@@ -210,11 +210,6 @@ def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _walk(child, path + container.step(name))
 
 
-def is_container(nest: Any) -> bool:
-    """Return whether `nest` holds leaves instead of being a leaf."""
-    return isinstance(nest, (Mapping, list, tuple)) or _is_record(nest)
-
-
 def _is_record(nest: Any) -> bool:
     if not dataclasses.is_dataclass(nest) or isinstance(nest, type):
         return False
@@ -236,20 +231,3 @@ def leaves_of(nest: Any) -> Structure | None:
     """Return the structure of nests that is known with it: one that has `Structure.take`, and leaves; else None."""
     structure = flatten(nest)[1]
     return structure if structure.take is not None and structure.num_leaves else None
-
-
-def alike(nest: Any, other: Any) -> bool:
-    """Return whether `other` has the structure of `nest`, which is of plain dict, list and tuple, or may have it."""
-    kind = type(nest)
-    if kind not in _PLAIN:
-        return type(other) not in _PLAIN
-    if type(other) is not kind or len(nest) != len(other):
-        return False
-    if kind is dict:
-        if nest.keys() != other.keys():
-            return False
-        nest, other = nest.values(), [other[key] for key in nest]
-    # No call for each leaf: an arena may have hundreds of leaves.
-    if _PLAIN.isdisjoint(map(type, nest)):
-        return _PLAIN.isdisjoint(map(type, other))
-    return all(map(alike, nest, other))

@@ -108,15 +108,12 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     def __dlpack__(self, **options: Any) -> Any:
         """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""
-        return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})
+        return any_array(self._read()).__dlpack__(
+            **{key: option for key, option in options.items() if option is not None}
+        )
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        device: tuple[int, int] = self._shareable().__dlpack_device__()
-        return device
-
-    def _shareable(self) -> Any:
-        value = self._read()
-        return value if hasattr(value, "__dlpack__") else np.asarray(value)
+        return any_array(self._read()).__dlpack_device__()
 
     def __jax_array__(self) -> Any:
         """Return a copy for JAX, whose arrays never change.

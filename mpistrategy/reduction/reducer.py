@@ -238,7 +238,7 @@ class AllReduce(General):
             else reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
         )
         is_elsewhere = out is not None and destination is None and not is_on_gpu
-        if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
+        if transfer is None or (is_elsewhere and not takes(out, where, arrays, transfer.results)):
             return None
         words = WEIGHTED if is_weighted else op.value, where.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)

@@ -126,7 +126,7 @@ class Strategy(NotPickled, NamesOurs):
 
     def __init__(self, extended: StrategyExtended) -> None:
         self.extended = checked_type("Strategy", "extended", extended, StrategyExtended, "a StrategyExtended")
-        self._scope = Scope(self)  # of the strategy as a context manager
+        self._depth = 0  # of `with strategy:` blocks
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -160,7 +160,7 @@ class Strategy(NotPickled, NamesOurs):
         Raises:
             ContextError: on entering, in a step function or in another strategy's scope.
         """
-        return Scope(self)
+        return Scope(self, context.Mode.CROSS_REPLICA)
 
     @overload
     def run(self, fn: Callable[[], T]) -> T: ...
@@ -696,7 +696,7 @@ class Strategy(NotPickled, NamesOurs):
             raise CopyError.at("copy.deepcopy(strategy)", found="the default strategy", expected="another strategy")
         result = type(self).__new__(type(self))
         memo[id(self)] = result
-        result.extended, result._scope = self.extended._copy_for(result), Scope(result)
+        result.extended, result._depth = self.extended._copy_for(result), 0
         for name in vars(self).keys() - vars(result).keys():
             setattr(result, name, copy.deepcopy(getattr(self, name), memo))
         return result
@@ -708,14 +708,16 @@ class Strategy(NotPickled, NamesOurs):
 
         After an error it waits for nobody: this rank takes no more calls, and the other ranks raise RemoteError.
         """
-        self._scope.__enter__()
+        self.scope().__enter__()
+        self._depth += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scope.__exit__(kind, error, trace)
-        if self._scope.depth:
+        self.scope().__exit__(kind, error, trace)
+        self._depth -= 1
+        if self._depth:
             return
         if error is None or self.size == 1:
             self.close()
