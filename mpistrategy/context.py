@@ -112,11 +112,6 @@ def current_frame() -> Frame | None:
     return stack[-1][0] if stack else None
 
 
-def frames() -> list[Frame]:
-    """Return the contexts that this thread has entered, the innermost last."""
-    return [frame for frame, _ in _thread.entered if frame is not None]
-
-
 def current_communicator() -> Ranks | None:
     """Return the ranks that this thread works for, or None outside every strategy.
 
@@ -155,7 +150,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None:
         check_strategy(strategy, "experimental_set_strategy")
-    if frames() != [frame for frame in [_thread.set_frame] if frame is not None]:
+    if len(_thread.entered) != (_thread.set_frame is not None):
         raise ContextError.at(
             "experimental_set_strategy",
             found=f"a call in {in_words(current_frame())}",
@@ -321,7 +316,7 @@ def warn_if_alone(
         not strategy._is_default
         or not has_peers()
         or strategy.extended.communicator.guard.current is not None
-        or any(frame.mode is Mode.REPLICA for frame in frames())
+        or any(frame is not None and frame.mode is Mode.REPLICA for frame, _ in _thread.entered)
     ):
         return
     warn(

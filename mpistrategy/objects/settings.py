@@ -138,19 +138,13 @@ def one_of(where: str, name: str, value: Any, words: Sequence[str]) -> str:
     raise OptionError.at(where, found=f"{name}={value!r}", expected=expected, fix=did_you_mean(value, words))
 
 
-def whole_number(where: str, name: str, value: Any) -> int:
-    """Return `value` as an int; raise OptionTypeError if it is not an integer."""
+def checked_count(where: str, name: str, value: Any, least: int | None = 1) -> int:
+    """Return `value` as an int; raise OptionTypeError for another type, OptionError below `least`, if there is one."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
+    if least is not None and value < least:
+        raise OptionError.at(where, found=f"{name}={value}", expected=f"{least} or more")
     return int(value)
-
-
-def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, an int; raise OptionTypeError for another type, OptionError below `least`."""
-    number = whole_number(where, name, value)
-    if number < least:
-        raise OptionError.at(where, found=f"{name}={number}", expected=f"{least} or more")
-    return number
 
 
 def checked_switch(where: str, name: str, value: Any) -> bool:

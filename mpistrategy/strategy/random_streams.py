@@ -11,7 +11,6 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from mpistrategy.errors import OptionError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 from mpistrategy.objects.settings import checked_count
@@ -85,12 +84,10 @@ class Streams(Kept):
         Noise drawn for each row of the global batch this way does not depend on how many replicas share the batch.
 
         Raises:
-            OptionTypeError, OptionError: for numbers that are no ints, negative, or 2**64 and above.
+            OptionTypeError, OptionError: for numbers that are no ints, or negative.
         """
         # SeedSequence strings all numbers together in words of 32 bits: two each keep (2**32,) from being (0, 1).
         checked = [checked_count("Streams.at", "number", number, least=0) for number in numbers]
-        if max(checked, default=0) >= _WORD**2:
-            raise OptionError.at("Streams.at", found=f"{numbers}", expected="numbers below 2**64")
         return self._generator(_NUMBERED, *(word for number in checked for word in divmod(number, _WORD)))
 
     def _generator(self, *key: int) -> np.random.Generator:

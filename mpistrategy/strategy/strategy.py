@@ -183,6 +183,9 @@ class Strategy(NotPickled, NamesOurs):
         """
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
+    #: Its old name.
+    experimental_run_v2 = run
+
     @overload
     def reduce(
         self,
@@ -639,12 +642,6 @@ class Strategy(NotPickled, NamesOurs):
         return InputFunctionIterator(dataset)
 
     # --------------------------------------------------------------------------- names of TensorFlow 1; copies
-
-    def experimental_run_v2(
-        self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> T:
-        """Return `run(fn, args, kwargs)`: its old name."""
-        return self.run(fn, args, kwargs=kwargs or {})
 
     def experimental_run(self, fn: Callable[..., T], input_iterator: DistributedIterator[Any] | None = None) -> T:
         """Run ``fn(element)`` on every replica, with this rank's next element of `input_iterator`.

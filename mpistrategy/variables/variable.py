@@ -291,7 +291,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
                 array = converted(
                     host_array(array), variable_dtype, f"Variable {own_name!r} with dtype={dtype_name(variable_dtype)}"
                 )
-            on_device = _device_memory(communicator, variable_dtype, array.shape)
+            on_device = _on_gpu(communicator, array)
             call.agree(
                 "create",
                 op=f"{self.synchronization.name}/{self.aggregation.name}",
@@ -306,11 +306,8 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
-                storage, slot = on_device, None
                 call.expect_more()
-                [root_value] = broadcast(communicator, [placed_as(array, on_device)], 0, call)
-                with on_device.device:
-                    storage[...] = root_value
+                (storage,), slot = broadcast(communicator, [on_device], 0, call), None
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         number = extended._variables_made
         self.name = f"Variable_{number}" if name is None else name
@@ -863,18 +860,18 @@ def _policies_of(variable: Variable) -> dict[Mode, Policy]:
 # ------------------------------------------------------------------------------------------------ their memory
 
 
-def _device_memory(communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
-    """Return GPU memory for a variable; None for a variable on the host.
+def _on_gpu(communicator: Ranks, array: Any) -> DeviceArray | None:
+    """Return a copy of an array on this rank's GPU, for a variable there; None for a variable on the host.
 
     Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
     and each read would wait for the GPU.
     """
     index = gpu_of(communicator.devices, communicator.rank)
-    if not shape or index is None:
+    if not array.shape or index is None:
         return None
     cupy = cupy_for("a variable on a GPU")
     with cupy.cuda.Device(index):
-        return cupy.empty(shape, dtype)
+        return cupy.array(array, order="C")
 
 
 #: The first slab is small: many strategies have few small variables.  Each later slab is twice as large, up to a limit,
