@@ -44,7 +44,7 @@ class Device:
     def matches(self, other: Device) -> bool:
         """Return whether the complete device `other` matches this pattern."""
         return all(
-            field is None or field == value
+            field in (None, value)
             for field, value in ((self.task, other.task), (self.kind, other.kind), (self.index, other.index))
         )
 

@@ -100,7 +100,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return array_where_it_is(self._read(), f"{type(self).__name__}.{name}")
 
     def _contribution(self) -> Any:
-        """Return this replica's value in a reduction; never communicates."""
+        """Return this replica's value in a reduction, also in a function that JAX traces; never communicates."""
         return self._read()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -138,7 +138,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return part
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._contribution())
 
     def __bool__(self) -> bool:
         return bool(self._read())
@@ -161,13 +161,13 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the local component."""
-        return np.shape(self._read())
+        """The shape of the local component; reading it never communicates."""
+        return np.shape(self._contribution())
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the local component."""
-        return any_array(self._read()).dtype
+        """The dtype of the local component; reading it never communicates."""
+        return any_array(self._contribution()).dtype
 
     @property
     def ndim(self) -> int:

@@ -633,13 +633,10 @@ class Strategy(NotPickled, NamesOurs):
             OptionTypeError: as `distribute_datasets_from_function`.
         """
         where = "Strategy.make_input_fn_iterator"
-        context.warn_if_alone(self, where)
-        with Call(self.extended.communicator.guard, where, called=name):
-            mode = checked_member(InputReplicationMode, replication_mode, where, "replication_mode")
-            if mode is not InputReplicationMode.PER_WORKER:
-                raise OptionError.at(where, found=f"{replication_mode=}", expected="InputReplicationMode.PER_WORKER")
-            dataset = self.distribute_datasets_from_function(input_fn, name=name)
-        return InputFunctionIterator(dataset)
+        mode = checked_member(InputReplicationMode, replication_mode, where, "replication_mode")
+        if mode is not InputReplicationMode.PER_WORKER:
+            raise OptionError.at(where, found=f"{replication_mode=}", expected="InputReplicationMode.PER_WORKER")
+        return InputFunctionIterator(self.distribute_datasets_from_function(input_fn, name=name))
 
     # --------------------------------------------------------------------------- names of TensorFlow 1; copies
 

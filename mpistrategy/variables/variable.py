@@ -329,16 +329,6 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     # ------------------------------------------------------------------------------------------- what it is
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape; reading it never communicates."""
-        return self._storage.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype; reading it never communicates."""
-        return self._storage.dtype
-
-    @property
     def local_view(self) -> Array:
         """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
         if in_jax_trace():
@@ -346,8 +336,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         return self._view
 
     def _contribution(self) -> Array:
-        """Return this replica's copy: its value in a reduction."""
-        return self.local_view
+        return self._view
 
     @property
     def _is_own_here(self) -> bool:
@@ -366,9 +355,6 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     def numpy(self, *, name: str | None = None) -> Array:
         """Return a copy of the value on the host, read as by `read_value`; ``v[...]`` is a view of the variable."""
         return np.array(host_array(self._read(name)), copy=True)
-
-    def __len__(self) -> int:
-        return len(self._storage)
 
     def __repr__(self) -> str:
         policy = f"{self.synchronization.name}/{self.aggregation.name}"
@@ -821,27 +807,20 @@ POLICIES: Mapping[tuple[VariableSynchronization, VariableAggregation, Mode], Pol
     (_ON_WRITE, _MEAN,  _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   not_sum),
     (_ON_WRITE, _FIRST, _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
 
-    (_ON_WRITE, _NONE,  _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
-    (_ON_WRITE, _SUM,   _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
-    (_ON_WRITE, _MEAN,  _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
-    (_ON_WRITE, _FIRST, _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    **dict.fromkeys(  # in an update, whatever the aggregation
+        [(_ON_WRITE, aggregation, _UPDATE) for aggregation in VariableAggregation],
+                                  Policy(own,     mirrored,   mirrored,   mirrored,   mirrored)),
 
-    # Every replica has its own copy.  A cross-replica read combines the copies; after a cross-replica assign, it
-    # returns the assigned value.
-    (_ON_READ,  _NONE,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _SUM,   _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _MEAN,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _FIRST, _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+    # Every replica has its own copy, which it uses in a step function and in an update, whatever the aggregation.  A
+    # cross-replica read combines the copies; after a cross-replica assign, it returns the assigned value.
+    **dict.fromkeys(
+        [(_ON_READ, aggregation, mode) for aggregation in VariableAggregation for mode in (_STEP, _UPDATE)],
+                                  Policy(own,     alone,      alone,      no_rows,    no_rows)),
 
     (_ON_READ,  _NONE,  _CROSS):  Policy(no_read, alike,      alike,      no_rows,    no_rows),
     (_ON_READ,  _SUM,   _CROSS):  Policy(summed,  shared,     n_times,    no_rows,    no_rows),
     (_ON_READ,  _MEAN,  _CROSS):  Policy(summed,  alike,      alike,      no_rows,    no_rows),
     (_ON_READ,  _FIRST, _CROSS):  Policy(first,   alike,      alike,      no_rows,    no_rows),
-
-    (_ON_READ,  _NONE,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _SUM,   _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _MEAN,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _FIRST, _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
 }  # fmt: skip
 
 #: A variable of one rank (of the default strategy or a OneDeviceStrategy), in every context.
