@@ -80,7 +80,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.entered: list[tuple[Frame | None, Ranks]] = []
+        self.entered: list[tuple[Frame | None, Ranks | None]] = []
         self.set_frame: Frame | None = None
         self.references: list[ReferenceType[Strategy]] = []
 
@@ -215,19 +215,16 @@ def in_words(frame: Frame | None) -> str:
 
 
 class Scope(Frame):
-    """The cross-replica context of a strategy, as the program enters it; may be entered several times."""
+    """The cross-replica context of a strategy, as the program enters it; may be entered several times.
+
+    The default strategy has none: the thread stays outside every context.
+    """
 
     def __enter__(self) -> Any:
         require_cross_replica(self.strategy, "Strategy.scope")
-        if not self.strategy._is_default:
-            super().__enter__()
+        is_default = self.strategy._is_default
+        _thread.entered.append((None, None) if is_default else (self, self.strategy.extended.communicator))
         return self.strategy
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.strategy._is_default:
-            super().__exit__(kind, error, trace)
 
 
 # ------------------------------------------------------------------------------------- are there other ranks

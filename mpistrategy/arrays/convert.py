@@ -33,7 +33,6 @@ _DEFAULT_STREAMS = 2
 ON_A_GPU = " on a GPU"
 #: CuPy's types for memory of cudaMalloc.
 _CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
-_INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
 #: The names of libraries, by the first part of the module of their arrays.
 _LIBRARIES = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
@@ -307,7 +306,10 @@ def cupy_for(where: str) -> Any:
         import cupy
     except Exception as error:  # a missing package, or a CuPy for another CUDA: errors of many types
         raise UnsupportedError.at(
-            where, found=f"an array in GPU memory, and no working CuPy ({error})", expected="CuPy", fix=_INSTALL
+            where,
+            found=f"an array in GPU memory, and no working CuPy ({error})",
+            expected="CuPy",
+            fix="Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x.",
         ) from error
     return cupy
 

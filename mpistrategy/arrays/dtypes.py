@@ -83,8 +83,7 @@ def is_buffer(array: Array) -> bool:
 
     An array in the middle of a file's bytes may be contiguous and not aligned: mpi4py has no datatype for it.
     """
-    flags = array.flags
-    return flags.c_contiguous and flags.aligned
+    return array.flags.c_contiguous and array.flags.aligned
 
 
 def is_python_number(value: object) -> bool:
@@ -165,15 +164,12 @@ def _set_zeros_and_nan(array: Array, negative: Any) -> None:
     np.copyto(array, number(np.nan), where=is_nan)
 
 
-minimum: Extreme = Extreme(np.minimum)
-maximum: Extreme = Extreme(np.maximum)
-
 #: Writes the combination of two arrays to a third: ``combine(first, second, out=third)``.
 Combine: TypeAlias = Callable[..., Any]
 #: How two arrays are combined; NaN wins in all of them.
-COMBINE: dict[str, Combine] = {
+COMBINE: dict[str, Any] = {
     "SUM": np.add,
-    "MIN": minimum,
-    "MAX": maximum,
+    "MIN": Extreme(np.minimum),
+    "MAX": Extreme(np.maximum),
     "PROD": np.multiply,
 }

@@ -13,6 +13,7 @@ from typing import (
     Any,
     Literal,
     Self,
+    SupportsIndex,
     TypeAlias,
     TypeVar,
     TypeVarTuple,
@@ -36,10 +37,9 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.digests import digest, outliers
 from mpistrategy.arrays.dtypes import (
+    COMBINE,
     dtype_name,
     host_wire_dtype,
-    maximum,
-    minimum,
     quietly,
     sum_dtype_of_mean,
     wire_dtype,
@@ -70,8 +70,10 @@ from mpistrategy.input.options import InputContext, InputOptions
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
+from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 from mpistrategy.objects.other_names import NamesOurs
-from mpistrategy.objects.settings import Fixed, NotPickled, checked_type, one_of
+from mpistrategy.objects.settings import Fixed, NotPickled, checked_count, checked_type, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
@@ -87,7 +89,6 @@ from mpistrategy.reduction.inputs import refuse_mirrored_sum
 from mpistrategy.reduction.reducer import General, Reduce
 from mpistrategy.reduction.transfer import finish
 from mpistrategy.strategy.extended import StrategyExtended
-from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.variable import Variable
 
@@ -101,7 +102,6 @@ CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"
 _OPTIONS = (InputOptions, type(None))
 #: The most variables that a report names.
 _MOST_ROWS = 10
-_FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
 
 
 class Strategy(NotPickled, NamesOurs):
@@ -779,6 +779,91 @@ def in_cross_replica_context() -> bool:
     return frame is not None and frame.mode is not context.Mode.REPLICA
 
 
+# --------------------------------------------------------------------------------------------------- random streams
+
+_SHARED, _REPLICA, _NUMBERED = range(3)
+
+
+class Streams(Kept):
+    """The random generators of one replica; made by `Strategy.rng(seed)`.
+
+    There is one shared by all replicas, one of each replica, and one for anything that has a number.  All come from
+    one seed through NumPy's SeedSequence (https://numpy.org/doc/stable/reference/random/parallel.html), so that
+    different streams are independent and equal seeds give equal numbers on every machine.
+
+    Make it once, outside the step function: each one made starts its streams from the beginning.
+
+    Args:
+        seed: an int from 0 on, equal on every replica.
+        replica_id: this replica's number.
+
+    Raises:
+        OptionTypeError, OptionError: for a seed that is not an int, or negative.
+        ContextError: for every use in a function that JAX traces, where numbers are drawn once for many calls.
+
+    >>> import mpistrategy as ms
+    >>> streams = ms.OneDeviceStrategy().rng(7)
+    >>> bool(streams.at(3, 5).random() == streams.at(3, 5).random())
+    True
+    """
+
+    _kept_as = "streams"
+
+    def __init__(self, seed: SupportsIndex, replica_id: int) -> None:
+        self._seed = checked_count("Strategy.rng", "seed", seed, least=0)
+        self._shared = self._generator(_SHARED)
+        self._replica = self._generator(_REPLICA, replica_id)
+
+    @property
+    def shared(self) -> np.random.Generator:
+        """A numpy.random.Generator that gives the same numbers on every replica, whatever their number.
+
+        All replicas must draw alike from it: initial values, shuffling.
+        """
+        refuse_in_jax_trace("Streams.shared")
+        return self._shared
+
+    @property
+    def replica(self) -> np.random.Generator:
+        """A Generator with this replica's own numbers; replica 2's are the same whether there are 3 or 300."""
+        refuse_in_jax_trace("Streams.replica")
+        return self._replica
+
+    @property
+    def seed(self) -> int:
+        """The seed that it was made with."""
+        return self._seed
+
+    def _state(self, path_of: PathOf) -> dict[Any, Any]:
+        return {"seed": self._seed, "shared": self._shared, "replica": Leaf(self._replica, "own")}
+
+    def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
+        there = saved["seed"]
+        return "" if there == self._seed else f"seed {there} in the checkpoint, {self._seed} here"
+
+    def _load(self, saved: Mapping[Any, Any]) -> None:
+        """Do nothing: the generators have their states."""
+
+    def __repr__(self) -> str:
+        return f"<Streams of seed {self._seed}>"
+
+    def at(self, *numbers: SupportsIndex) -> np.random.Generator:
+        """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.
+
+        Noise drawn for each row of the global batch this way does not depend on how many replicas share the batch.
+
+        Raises:
+            OptionTypeError, OptionError: for numbers that are no ints, or negative.
+        """
+        # SeedSequence strings all numbers together in words of 32 bits: two each keep (2**32,) from being (0, 1).
+        checked = [checked_count("Streams.at", "number", number, least=0) for number in numbers]
+        return self._generator(_NUMBERED, *(word for number in checked for word in divmod(number, 2**32)))
+
+    def _generator(self, *key: int) -> np.random.Generator:
+        refuse_in_jax_trace("Strategy.rng")
+        return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key))
+
+
 # ----------------------------------------------------------------------------------------------- reduce along an axis
 
 
@@ -829,7 +914,7 @@ def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
         if 0 in (array.shape[axis] for axis in axes):
             shape = [length for axis, length in enumerate(array.shape) if axis not in axes]
             return placed_as(np.full(shape, identity(dtype, op), dtype), array)
-        return (minimum if op is ReduceOp.MIN else maximum).reduce(array.astype(dtype, copy=False), axes)
+        return COMBINE[op.value].reduce(array.astype(dtype, copy=False), axes)
 
 
 # -------------------------------------------------------------------------------------------------- assert_mirrored
@@ -866,7 +951,8 @@ def _diverged(where: str, differing: Sequence[tuple[Variable, list[int], str]], 
         where,
         found=f"copies that differ in {len(differing)} of {count} variables",
         expected="the same bits on every rank",
-        fix="\n".join(["These differ:", *rows, *more, _FIX]),
+        fix="\n".join(["These differ:", *rows, *more, ""])
+        + "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables.",
     )
     error.variables = tuple(var.name for var, _, _ in differing)
     error.ranks = tuple(sorted({rank for _, ranks, _ in differing for rank in ranks}))

@@ -886,7 +886,7 @@ class VariableStorage:
         #: The slab that is being filled, and how many of its bytes are used.
         self._slab: SharedMemory | None = None
         self._used = 0
-        #: The size of the next slab; 0, on all ranks together, when the node has no shared memory (any more).
+        #: The size of the next slab.
         self._next_bytes = _FIRST_SLAB_BYTES
 
     def allocate(
@@ -898,7 +898,7 @@ class VariableStorage:
         If a rank has no memory, all ranks raise.
         """
         nbytes = max(ALIGNMENT, aligned(math.prod(shape) * dtype.itemsize))
-        slot = self._slot(communicator, nbytes) if communicator.size > 1 else None
+        slot = self._slot(communicator, nbytes) if communicator.shares_memory else None
         if slot is None:
             return communicator.guard.on_all(partial(np.empty, shape, dtype)), None
         return np.ndarray(shape, dtype, slot.slab.own_segment[slot.offset : slot.offset + nbytes]), slot
@@ -908,12 +908,7 @@ class VariableStorage:
             self._used += nbytes
             return VariableSlot(self._slab, self._used - nbytes)
         usual = self._next_bytes
-        if not usual:
-            return None
         slab = communicator.shared(max(nbytes, usual))
-        if not slab.is_shared:
-            self._next_bytes = 0
-            return None
-        if nbytes < usual:  # a larger variable has a slab for itself
+        if slab.is_shared and nbytes < usual:  # a larger variable has a slab for itself
             self._slab, self._used, self._next_bytes = slab, nbytes, min(2 * usual, _MOST_SLAB_BYTES)
-        return VariableSlot(slab, 0)
+        return VariableSlot(slab, 0) if slab.is_shared else None  # the node may have no room
