@@ -96,12 +96,13 @@ class ReduceOp(enum.Enum):
         member = member_of(cls, value.name if isinstance(value, VariableAggregation) else value)
         if member is not None:
             return member
-        is_mpis = type(value).__module__ == "mpi4py.MPI"  # mpi4py's own operations are pickled by name
-        name = str(value.__reduce__() if is_mpis else value).upper().removeprefix("MPI.").removeprefix("MPI_")
         others = "For MPI's other operations call mpi4py: see `mpistrategy guide horovod`."
-        fix = f"Write {name!r}." if name in cls.__members__ else f"{did_you_mean(value, cls.__members__)} {others}"
-        expected = f"a ReduceOp or one of the strings {', '.join(cls.__members__)}"
-        raise ReduceOpError.at(where, found=f"reduce_op={value!r}", expected=expected, fix=fix)
+        raise ReduceOpError.at(
+            where,
+            found=f"reduce_op={value!r}",
+            expected=f"a ReduceOp or one of the strings {', '.join(map(repr, cls.__members__))}",
+            fix=f"{did_you_mean(value, cls.__members__)} {others}",
+        )
 
 
 #: A mean, as an argument; see `Op`.

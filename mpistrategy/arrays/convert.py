@@ -105,8 +105,12 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
     if type(value).__module__ not in ("builtins", "numpy") and (is_on_device(value) or is_foreign(value)):
         value = host_array(value, where, path)
     if isinstance(value, np.ma.MaskedArray):
-        fix = "Pass x.filled(0): masks are not sent."
-        raise LeafError.at(where, found=f"a masked array as {leaf}", expected="an ordinary array", fix=fix)
+        raise LeafError.at(
+            where,
+            found=f"a masked array as {leaf}",
+            expected="an ordinary array",
+            fix="Pass x.filled(0): masks are not sent.",
+        )
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
@@ -135,8 +139,12 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
     numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
     if (dtype.kind in "iufc" and numpys_own) or is_bfloat16(dtype):
         return array
-    found = f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}"
-    raise DTypeError.at(where, found=found, expected="a numeric dtype (integer, float or complex)", fix=_CONVERT)
+    raise DTypeError.at(
+        where,
+        found=f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}",
+        expected="a numeric dtype (integer, float or complex)",
+        fix=_CONVERT,
+    )
 
 
 def array_where_it_is(value: Any, where: str, path: str = "", name: str = "the value") -> Any:

@@ -19,14 +19,14 @@ class Setting(Generic[T]):
     """An attribute that is checked when it is set; reading it costs what a plain attribute costs.
 
     Args:
-        check: returns the value to keep, or raises.
+        check: returns the value to keep, or raises; without one any value is kept.
     """
 
     if TYPE_CHECKING:
 
         def __get__(self, instance: object, owner: type) -> T: ...
 
-    def __init__(self, check: Check[T]) -> None:
+    def __init__(self, check: Check[T] = lambda where, name, value: value) -> None:
         self._check = check
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -39,9 +39,6 @@ class Setting(Generic[T]):
 
 class Fixed(Setting[T]):
     """An attribute that only the constructor sets."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda where, name, value: value)
 
     def __set__(self, instance: object, value: Any) -> None:
         if self._name in instance.__dict__:

@@ -377,14 +377,14 @@ class StrategyExtended(NotPickled, Settable):
         return False
 
     @property
-    def experimental_should_init(self) -> bool:
-        """Whether this rank makes the initial values of variables: every rank does, and rank 0's are used."""
-        return True
-
-    @property
     def experimental_between_graph(self) -> bool:
         """Whether several processes run this program: with more than one rank."""
         return self.communicator.size > 1
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this rank makes the initial values of variables: every rank does, and rank 0's are used."""
+        return True
 
     @property
     def should_checkpoint(self) -> bool:

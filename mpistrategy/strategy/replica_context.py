@@ -375,8 +375,12 @@ class ReplicaContext(NotPickled):
         if frame is None and self._strategy is current_strategy():
             call = declared.get(where)
             if call is not None and call.outside:
-                cure = f"Call it in the function given to strategy.run; outside a step use {call.outside}."
-                warn_if_alone(self._strategy, where, "was called outside every step", cure)
+                warn_if_alone(
+                    self._strategy,
+                    where,
+                    "was called outside every step",
+                    f"Call it in the function given to strategy.run; outside a step use {call.outside}.",
+                )
             elif is_collective:
                 raise ContextError.at(
                     where,

@@ -653,14 +653,6 @@ class Strategy(NotPickled, NamesOurs):
         """
         if input_iterator is None:
             return self.run(fn, kwargs={})
-        checked_type(
-            "Strategy.experimental_run",
-            "input_iterator",
-            input_iterator,
-            DistributedIterator,
-            "an iterator with get_next()",
-            fix="Pass what make_dataset_iterator(dataset) returns.",
-        )
         with self.scope():
             element = input_iterator.get_next()
         return self.run(fn, (element,), kwargs={})
@@ -843,9 +835,6 @@ class Streams(Kept):
 
     def _load(self, saved: Mapping[Any, Any]) -> None:
         """Do nothing: the generators have their states."""
-
-    def __repr__(self) -> str:
-        return f"<Streams of seed {self._seed}>"
 
     def at(self, *numbers: SupportsIndex) -> np.random.Generator:
         """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.

@@ -141,8 +141,11 @@ class Write:
             return value  # type: ignore[no-any-return]
         where = self.full_name
         if storage.dtype.kind in _NOT_FOR_KINDS.get(self.method, ""):
-            expected = "a dtype that can be compared" if self.method == "scatter_max" else "a numeric dtype"
-            raise DTypeError.at(where, found=f"a variable of dtype {dtype_name(storage.dtype)}", expected=expected)
+            raise DTypeError.at(
+                where,
+                found=f"a variable of dtype {dtype_name(storage.dtype)}",
+                expected="a numeric dtype; for a maximum one that can be compared",
+            )
         if self.method in SPARSE:
             return _checked_slices(storage, local_component(value), where)
         value = plain(value)
@@ -294,7 +297,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
             on_device = _on_gpu(communicator, array)
             call.agree(
                 "create",
-                op=f"{self.synchronization.name}/{self.aggregation.name}",
+                op=self._kind,
                 values=((dtype_name(variable_dtype), array.shape),),
                 destination="the host" if on_device is None else "a GPU",
             )
@@ -318,7 +321,11 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         self._view: Array = (view := storage.view())
         if not is_on_device(view):  # CuPy has no read-only arrays
             view.flags.writeable = False
-        self._policies: dict[Mode, Policy] = _policies_of(self)
+        self._policies: dict[Mode, Policy] = dict.fromkeys(Mode, LOCAL)
+        if not is_alone:
+            self._policies = {mode: POLICIES[self.synchronization, self.aggregation, mode] for mode in Mode}
+        elif strategy._is_default and self.synchronization is VariableSynchronization.ON_READ:
+            self._policies[Mode.CROSS_REPLICA] = LOCAL._replace(read=own_if_alone)
         #: Names this variable when ranks compare their calls; names need not be unique.
         self._key: str = f"{self.name} (variable {number})"
         extended._variables[number] = self
@@ -339,6 +346,11 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         return self._view
 
     @property
+    def _kind(self) -> str:
+        """Its synchronization and aggregation, for messages."""
+        return f"{self.synchronization.name}/{self.aggregation.name}"
+
+    @property
     def _is_own_here(self) -> bool:
         """Whether a read here returns a copy that may differ from those of other replicas."""
         is_own = self._policy("reading a variable").read is own
@@ -357,9 +369,8 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         return np.array(host_array(self._read(name)), copy=True)
 
     def __repr__(self) -> str:
-        policy = f"{self.synchronization.name}/{self.aggregation.name}"
         stored = np.array2string(host_array(self._storage), threshold=8, separator=", ")
-        return f"<Variable {self.name!r} shape={self.shape} dtype={dtype_name(self.dtype)} {policy}, here {stored}>"
+        return f"<Variable {self.name!r} shape={self.shape} dtype={dtype_name(self.dtype)} {self._kind}, here {stored}>"
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -751,9 +762,7 @@ def share_of(value: Array, rank: int, size: int) -> Array:
 
 def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) -> Callable[[Write], None]:
     def refuse(write: Write) -> None:
-        variable = write.variable
-        policy = f"{variable.synchronization.name}/{variable.aggregation.name}"
-        raise kind.at(write.full_name, found=f"{found} ({policy})", expected=expected, fix=fix)
+        raise kind.at(write.full_name, found=f"{found} ({write.variable._kind})", expected=expected, fix=fix)
 
     return refuse
 
@@ -827,15 +836,6 @@ POLICIES: Mapping[tuple[VariableSynchronization, VariableAggregation, Mode], Pol
 LOCAL = Policy(own, alone, alone, alone, alone)
 
 
-def _policies_of(variable: Variable) -> dict[Mode, Policy]:
-    if not variable._reducer.is_alone:
-        return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}
-    policies = dict.fromkeys(Mode, LOCAL)
-    if variable.strategy._is_default and variable.synchronization is VariableSynchronization.ON_READ:
-        policies[Mode.CROSS_REPLICA] = LOCAL._replace(read=own_if_alone)
-    return policies
-
-
 # ------------------------------------------------------------------------------------------------ their memory
 
 
@@ -886,7 +886,7 @@ class VariableStorage:
         #: The slab that is being filled, and how many of its bytes are used.
         self._slab: SharedMemory | None = None
         self._used = 0
-        #: The size of the next slab.
+        #: The size of the next slab; 0, on all ranks together, when the node has no shared memory (any more).
         self._next_bytes = _FIRST_SLAB_BYTES
 
     def allocate(
@@ -908,7 +908,11 @@ class VariableStorage:
             self._used += nbytes
             return VariableSlot(self._slab, self._used - nbytes)
         usual = self._next_bytes
+        if not usual:
+            return None
         slab = communicator.shared(max(nbytes, usual))
-        if slab.is_shared and nbytes < usual:  # a larger variable has a slab for itself
+        if not slab.is_shared:
+            self._next_bytes = 0
+        elif nbytes < usual:  # a larger variable has a slab for itself
             self._slab, self._used, self._next_bytes = slab, nbytes, min(2 * usual, _MOST_SLAB_BYTES)
-        return VariableSlot(slab, 0) if slab.is_shared else None  # the node may have no room
+        return VariableSlot(slab, 0) if slab.is_shared else None
