@@ -39,12 +39,11 @@ from mpistrategy.options import is_on as _is_on
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.extended import StrategyExtended
-from mpistrategy.strategy.mirrored import MirroredStrategy
-from mpistrategy.strategy.one_device import OneDeviceStrategy
-from mpistrategy.strategy.random_streams import Streams
+from mpistrategy.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import (
     Strategy,
+    Streams,
     get_replica_context,
     get_strategy,
     has_strategy,

@@ -17,7 +17,6 @@ from weakref import ReferenceType, ref
 
 from mpistrategy.errors import ContextError, OptionTypeError, OutsideStepWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.public_calls import declared
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_threads import Threads
 
@@ -81,7 +80,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.entered: list[tuple[Frame | None, Ranks]] = []
+        self.entered: list[tuple[Frame | None, Ranks | None]] = []
         self.set_frame: Frame | None = None
         self.references: list[ReferenceType[Strategy]] = []
 
@@ -111,11 +110,6 @@ def current_frame() -> Frame | None:
     """Return the innermost context that this thread has entered, or None."""
     stack = _thread.entered
     return stack[-1][0] if stack else None
-
-
-def frames() -> list[Frame]:
-    """Return the contexts that this thread has entered, the innermost last."""
-    return [frame for frame, _ in _thread.entered if frame is not None]
 
 
 def current_communicator() -> Ranks | None:
@@ -156,7 +150,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None:
         check_strategy(strategy, "experimental_set_strategy")
-    if frames() != [frame for frame in [_thread.set_frame] if frame is not None]:
+    if len(_thread.entered) != (_thread.set_frame is not None):
         raise ContextError.at(
             "experimental_set_strategy",
             found=f"a call in {in_words(current_frame())}",
@@ -186,9 +180,9 @@ def require_cross_replica(strategy: Strategy, where: str) -> None:
     )
 
 
-def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:
+def require_same_strategy(frame: Frame | None, strategy: Strategy, where: str) -> None:
     """Raise ContextError when `frame` belongs to another strategy."""
-    if frame.strategy is not strategy:
+    if frame is not None and frame.strategy is not strategy:
         raise ContextError.at(
             where,
             found=f"a call in {in_words(frame)} of another strategy",
@@ -220,30 +214,17 @@ def in_words(frame: Frame | None) -> str:
     return "no context" if frame is None else f"{frame.mode.value} context"
 
 
-class Scope:
-    """Puts the thread into the cross-replica context of a strategy; may be entered several times.
+class Scope(Frame):
+    """The cross-replica context of a strategy, as the program enters it; may be entered several times.
 
-    Attributes:
-        depth: how often it is entered.
+    The default strategy has none: the thread stays outside every context.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-        self.depth: int = 0
-
     def __enter__(self) -> Any:
-        require_cross_replica(self._strategy, "Strategy.scope")
-        if not self._strategy._is_default:
-            cross_replica(self._strategy).__enter__()
-        self.depth += 1
-        return self._strategy
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.depth -= 1
-        if not self._strategy._is_default:
-            _thread.entered.pop()
+        require_cross_replica(self.strategy, "Strategy.scope")
+        is_default = self.strategy._is_default
+        _thread.entered.append((None, None) if is_default else (self, self.strategy.extended.communicator))
+        return self.strategy
 
 
 # ------------------------------------------------------------------------------------- are there other ranks
@@ -332,7 +313,7 @@ def warn_if_alone(
         not strategy._is_default
         or not has_peers()
         or strategy.extended.communicator.guard.current is not None
-        or any(frame.mode is Mode.REPLICA for frame in frames())
+        or any(frame is not None and frame.mode is Mode.REPLICA for frame, _ in _thread.entered)
     ):
         return
     warn(
@@ -340,21 +321,3 @@ def warn_if_alone(
         "is meant, use a OneDeviceStrategy.",
         OutsideStepWarning,
     )
-
-
-def warn_outside_steps(strategy: Strategy, where: str) -> None:
-    """Do `warn_if_alone` for a method of the replica context that was called outside every step.
-
-    Raises:
-        ContextError: for a method whose declaration names no other call.
-    """
-    call = declared.get(where)
-    if call is None or not call.outside:
-        raise ContextError.at(
-            where,
-            found="a call outside every step",
-            expected="a call in replica context (inside a step function)",
-            fix="Call it in the function given to `strategy.run`.",
-        )
-    cure = f"Call it in the function given to strategy.run; outside a step use {call.outside}."
-    warn_if_alone(strategy, where, "was called outside every step", cure)

@@ -12,8 +12,8 @@ import numpy as np
 from mpistrategy.arrays.convert import any_array, like_given, reducible
 from mpistrategy.arrays.dtypes import wire_dtype
 from mpistrategy.context import warn_if_alone
-from mpistrategy.errors import OptionError, ShapeError
-from mpistrategy.objects.settings import whole_number
+from mpistrategy.errors import ShapeError
+from mpistrategy.objects.settings import checked_count
 from mpistrategy.training.checks import required_context, weights_of_rows
 
 __all__ = [
@@ -61,9 +61,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         losses = losses.astype(wire_dtype(dtype), copy=False) * weights.astype(wire_dtype(dtype), copy=False)
     if global_batch_size is None:
         global_batch_size = rows * replicas
-    size = whole_number(where, "global_batch_size", global_batch_size)
-    if size < 1:
-        raise OptionError.at(where, found=f"global_batch_size={size}", expected="1 or more")
+    size = checked_count(where, "global_batch_size", global_batch_size)
     return _part(losses, dtype, size, per_example_loss)
 
 

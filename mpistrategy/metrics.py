@@ -15,7 +15,7 @@ from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import weights_of_rows
-from mpistrategy.variables.variable import Variable, read_together
+from mpistrategy.variables.variable import Variable
 
 __all__ = [
     "Accuracy",
@@ -131,7 +131,7 @@ class Mean(NamesOurs):
         Args:
             name: is compared between the ranks instead of the call site.
         """
-        total, count = map(float, read_together(self.variables, name))
+        total, count = map(float, self._total._policy("reading a variable").read(self.variables, name))
         return total / count if count else float("nan")
 
     def reset_state(self, *, name: str | None = None) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.other_names import OF_OPTIMIZERS, refuses
-from mpistrategy.objects.settings import Setting, amount, checked_switch, decay, number
+from mpistrategy.objects.settings import Setting, checked_switch, number
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
 from mpistrategy.training import formulas
@@ -30,6 +30,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+#: What the decay of a mean must be.
+_DECAY = "a number from 0 to below 1", lambda value: 0 <= value < 1
 
 
 class SGD(Optimizer):
@@ -109,9 +113,9 @@ class Adam(Optimizer):
     """
 
     slot_values: Mapping[str, float] = {"m": 0.0, "v": 0.0}
-    beta_1: Setting[float] = decay()
-    beta_2: Setting[float] = decay()
-    epsilon: Setting[float] = amount()
+    beta_1: Setting[float] = number(*_DECAY)
+    beta_2: Setting[float] = number(*_DECAY)
+    epsilon: Setting[float] = number()
 
     @refuses(**OF_OPTIMIZERS)
     def __init__(
@@ -166,7 +170,7 @@ class AdamW(Adam):
         nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
     """
 
-    weight_decay: Setting[float] = amount()
+    weight_decay: Setting[float] = number()
 
     @refuses(**OF_OPTIMIZERS)
     def __init__(

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 
 from mpistrategy.errors import OptionError, ReduceOpError
-from mpistrategy.objects.settings import checked_count, checked_number, checked_type, not_negative
+from mpistrategy.objects.settings import checked_count, checked_number, checked_type
 from mpistrategy.objects.shown import did_you_mean
 
 E = TypeVar("E", bound=enum.Enum)
@@ -96,12 +96,13 @@ class ReduceOp(enum.Enum):
         member = member_of(cls, value.name if isinstance(value, VariableAggregation) else value)
         if member is not None:
             return member
-        is_mpis = type(value).__module__ == "mpi4py.MPI"  # mpi4py's own operations are pickled by name
-        name = str(value.__reduce__() if is_mpis else value).upper().removeprefix("MPI.").removeprefix("MPI_")
         others = "For MPI's other operations call mpi4py: see `mpistrategy guide horovod`."
-        fix = f"Write {name!r}." if name in cls.__members__ else f"{did_you_mean(value, cls.__members__)} {others}"
-        expected = f"a ReduceOp or one of the strings {', '.join(cls.__members__)}"
-        raise ReduceOpError.at(where, found=f"reduce_op={value!r}", expected=expected, fix=fix)
+        raise ReduceOpError.at(
+            where,
+            found=f"reduce_op={value!r}",
+            expected=f"a ReduceOp or one of the strings {', '.join(map(repr, cls.__members__))}",
+            fix=f"{did_you_mean(value, cls.__members__)} {others}",
+        )
 
 
 #: A mean, as an argument; see `Op`.
@@ -194,7 +195,7 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         where, wire = "CommunicationOptions", cast("Any", self.wire)
         if self.timeout_seconds not in (None, math.inf):
-            checked_number(where, "timeout_seconds", self.timeout_seconds, "seconds >= 0, or None", not_negative)
+            checked_number(where, "timeout_seconds", self.timeout_seconds, "seconds >= 0, or None")
         if wire is not None and not (isinstance(wire, str) and wire.lower() in WIRES):
             raise OptionError.at(where, found=f"wire={wire!r}", expected='None, "bfloat16" or "float16"')
         chosen = checked_member(CommunicationImplementation, self.implementation, where, "implementation")

@@ -74,9 +74,8 @@ def read(name: str, most: int, only_own: bool = True) -> bytes:
         OSError: as `open_trusted`; and when it has more bytes.
     """
     with os.fdopen(open_trusted(name, only_own), "rb") as file:
-        is_small = os.fstat(file.fileno()).st_size <= most  # a sparse file would take memory
-        data = file.read(most + 1) if is_small else b""
-    if not is_small or len(data) > most:  # it may have grown
+        data = file.read(most + 1)
+    if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", name)
     return data
 

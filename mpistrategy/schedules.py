@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, not_negative
+from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number
 
 __all__ = [
     "Constant",
@@ -27,12 +27,6 @@ def __dir__() -> list[str]:
 
 #: Returns the learning rate, 0 or more, of the step after this many; the same on all ranks.
 Schedule: TypeAlias = Callable[[int], float]
-
-_RATE = "a number from 0 on"
-
-
-def _amount(kind: str, name: str, value: object) -> float:
-    return checked_number(kind, name, value, _RATE, not_negative)
 
 
 class Constant(Settable):
@@ -51,7 +45,7 @@ class Constant(Settable):
     learning_rate: Fixed[float] = Fixed()
 
     def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = _amount("Constant", "learning_rate", learning_rate)
+        self.learning_rate = checked_number("Constant", "learning_rate", learning_rate)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate."""
@@ -92,10 +86,10 @@ class CosineDecay(Settable):
         warmup_steps: int = 0,
     ) -> None:
         kind = "CosineDecay"
-        self.initial_learning_rate = _amount(kind, "initial_learning_rate", initial_learning_rate)
+        self.initial_learning_rate = checked_number(kind, "initial_learning_rate", initial_learning_rate)
         self.decay_steps = checked_count(kind, "decay_steps", decay_steps)
-        self.alpha = _amount(kind, "alpha", alpha)
-        self.warmup_target = None if warmup_target is None else _amount(kind, "warmup_target", warmup_target)
+        self.alpha = checked_number(kind, "alpha", alpha)
+        self.warmup_target = None if warmup_target is None else checked_number(kind, "warmup_target", warmup_target)
         self.warmup_steps = checked_count(kind, "warmup_steps", warmup_steps, least=0)
 
     def __call__(self, step: int) -> float:
@@ -134,7 +128,7 @@ class PiecewiseConstantDecay(Settable):
             if not isinstance(numbers, (list, tuple)):
                 raise OptionTypeError.at(kind, found=f"{name}={numbers!r}", expected="a list of numbers")
         self.boundaries = tuple(checked_count(kind, "boundaries", boundary, least=0) for boundary in boundaries)
-        self.values = tuple(_amount(kind, "values", value) for value in values)
+        self.values = tuple(checked_number(kind, "values", value) for value in values)
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise OptionError.at(kind, found=f"boundaries={list(boundaries)}", expected="growing step numbers")
         if len(self.values) != len(self.boundaries) + 1:
@@ -170,9 +164,9 @@ class Warmup(Settable):
     start: Fixed[float] = Fixed()
 
     def __init__(self, then: Schedule | float, steps: int, start: float = 0.0) -> None:
-        self.then = then if callable(then) else Constant(_amount("Warmup", "then", then))
+        self.then = then if callable(then) else Constant(checked_number("Warmup", "then", then))
         self.steps = checked_count("Warmup", "steps", steps)
-        self.start = _amount("Warmup", "start", start)
+        self.start = checked_number("Warmup", "start", start)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of the step after this many."""

@@ -56,8 +56,7 @@ def run_replicas(fn: Callable[[], T], n: int, *, nodes: Sequence[int] | None = N
     endings = run_threads(fn, count, nodes)
     failed = [(rank, ending.error) for rank, ending in enumerate(endings) if ending.error is not None]
     if failed:
-        causes = [pair for pair in failed if not isinstance(pair[1], CollectiveMismatchError)]
-        rank, error = (causes or failed)[0]
+        rank, error = min(failed, key=lambda pair: isinstance(pair[1], CollectiveMismatchError))
         error.add_note(f"raised on replica {rank} of {n}")
         raise error
     return [ending.result for ending in endings]

@@ -11,7 +11,6 @@ call, and work put on it after the call sees the result.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +33,6 @@ _DEFAULT_STREAMS = 2
 ON_A_GPU = " on a GPU"
 #: CuPy's types for memory of cudaMalloc.
 _CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
-_INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
 #: The names of libraries, by the first part of the module of their arrays.
 _LIBRARIES = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
@@ -44,13 +42,7 @@ _CONVERT = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gathe
 
 def is_cupy(value: object) -> bool:
     """Return whether `value` is a CuPy array, without importing CuPy."""
-    kind: Any = type(value)
-    return _is_of_cupy(kind)
-
-
-@lru_cache(maxsize=256)  # a step asks for all of its arrays
-def _is_of_cupy(kind: Any) -> bool:
-    return bool(kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__"))
+    return library_of(value) == "cupy"
 
 
 def library_of(value: object) -> str:
@@ -59,7 +51,7 @@ def library_of(value: object) -> str:
     return _library_of(kind)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=512)  # a step asks for all of its arrays
 def _library_of(kind: type) -> str:
     roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
     return next((_LIBRARIES[root] for root in roots if root in _LIBRARIES), roots[0])
@@ -113,8 +105,12 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
     if type(value).__module__ not in ("builtins", "numpy") and (is_on_device(value) or is_foreign(value)):
         value = host_array(value, where, path)
     if isinstance(value, np.ma.MaskedArray):
-        fix = "Pass x.filled(0): masks are not sent."
-        raise LeafError.at(where, found=f"a masked array as {leaf}", expected="an ordinary array", fix=fix)
+        raise LeafError.at(
+            where,
+            found=f"a masked array as {leaf}",
+            expected="an ordinary array",
+            fix="Pass x.filled(0): masks are not sent.",
+        )
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
@@ -143,8 +139,12 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
     numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
     if (dtype.kind in "iufc" and numpys_own) or is_bfloat16(dtype):
         return array
-    found = f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}"
-    raise DTypeError.at(where, found=found, expected="a numeric dtype (integer, float or complex)", fix=_CONVERT)
+    raise DTypeError.at(
+        where,
+        found=f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}",
+        expected="a numeric dtype (integer, float or complex)",
+        fix=_CONVERT,
+    )
 
 
 def array_where_it_is(value: Any, where: str, path: str = "", name: str = "the value") -> Any:
@@ -252,11 +252,16 @@ def copy_of(array: Any) -> Any:
 
 
 def host_array(value: Any, where: str = "a value", path: str = "") -> Array:
-    """Return an array as an ndarray on the host; no copy when it is there already.  Errors name `where` and `path`."""
+    """Return an array as an ndarray on the host; no copy when it is there already.  Errors name `where` and `path`.
+
+    An array in GPU memory is copied after the work on the current stream.
+    """
     if type(value) is np.ndarray:
         return value
     if is_on_device(value):
-        return to_host(as_device_array(value, where, path))
+        array = as_device_array(value, where, path)
+        with array.device:
+            return array.get()  # type: ignore[no-any-return]
     return on_host(value, where, path) if is_foreign(value) else np.asarray(value)
 
 
@@ -274,7 +279,7 @@ def placed_as(value: Any, place: Any) -> Array:
             array: Array = as_device_array(value, "a value")
             if array.device == place.device:
                 return array
-            value = to_host(array)  # on another GPU, with streams of its own
+            value = host_array(array)  # on another GPU, with streams of its own
         return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
 
 
@@ -309,7 +314,10 @@ def cupy_for(where: str) -> Any:
         import cupy
     except Exception as error:  # a missing package, or a CuPy for another CUDA: errors of many types
         raise UnsupportedError.at(
-            where, found=f"an array in GPU memory, and no working CuPy ({error})", expected="CuPy", fix=_INSTALL
+            where,
+            found=f"an array in GPU memory, and no working CuPy ({error})",
+            expected="CuPy",
+            fix="Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x.",
         ) from error
     return cupy
 
@@ -322,45 +330,12 @@ def by_value(argument: Array) -> Array:
     return argument.reshape(-1).view(np.dtype((np.void, argument.nbytes)))
 
 
-def to_host(array: DeviceArray) -> Array:
-    """Return a copy of a CuPy array on the host, after the work on the current stream."""
-    with array.device:
-        host_copy: Array = array.get()
-    return host_copy
-
-
 def are_apart(arrays: Sequence[Any]) -> bool:
     """Return whether no two NumPy or CuPy arrays have memory in common, as far as ranges of addresses show."""
     if len(arrays) == 2 and isinstance(arrays[0], np.ndarray) and isinstance(arrays[1], np.ndarray):
         return not np.may_share_memory(arrays[0], arrays[1])  # the same, in a fifth of the time
     spans = sorted(span(array) for array in arrays if array.size)
     return all(before[1] <= after[0] for before, after in pairwise(spans))
-
-
-#: NumPy's reductions, as methods of CuPy's arrays.
-_REDUCTIONS = {
-    np.add: "sum",
-    np.multiply: "prod",
-    np.maximum: "max",
-    np.minimum: "min",
-    np.logical_and: "all",
-    np.logical_or: "any",
-}
-
-
-def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a method of a NumPy ufunc on inputs, some of them in GPU memory.
-
-    CuPy supports calls of ufuncs.  It has other names for reductions and matrix products, and takes NumPy's scalars but
-    not its arrays.
-    """
-    plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in inputs]
-    if ufunc is np.matmul and method == "__call__" and not kwargs:
-        return operator.matmul(*plain)
-    if method == "reduce" and ufunc in _REDUCTIONS:
-        options = {name: value for name, value in kwargs.items() if value is not None}
-        return getattr(plain[0], _REDUCTIONS[ufunc])(**{"axis": 0, **options} if "axis" not in kwargs else options)
-    return getattr(ufunc, method)(*plain, **kwargs)
 
 
 def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:
@@ -370,7 +345,7 @@ def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -
         place = "one GPU" if index is None else f"GPU:{index}, which this rank drives"
         raise DeviceError.at(
             where,
-            found=f"arrays on {' and '.join(f'GPU:{number}' for number in devices)}",
+            found=f"arrays on the GPUs {devices}",
             expected=f"arrays on {place}",
             fix=f"Make them inside `with cupy.cuda.Device({devices[0] if index is None else index}):`, or copy them.",
         )
@@ -429,19 +404,18 @@ def without_data(value: Any, where: str, path: str = "") -> LeafError | None:
     """Return the error for a value of JAX's that NumPy cannot read: traced, keys, or donated; None for others."""
     if library_of(value) != "jax" or isinstance(value, np.ndarray):
         return None
-    leaf = f" at leaf {path}" if path else ""
-    if isinstance(value, sys.modules["jax"].core.Tracer):
-        found = f"a value{leaf} of a function that JAX has traced, which stands for no numbers"
-        fix = "Return it from the function, and pass what the compiled function returns."
-    elif not hasattr(value, "__dlpack__"):
-        found = f"{type(value).__name__}{leaf}, of dtype {getattr(value, 'dtype', None)}, which NumPy cannot read"
-        fix = "Of random keys pass jax.random.key_data(keys), and give the result to jax.random.wrap_key_data."
-    elif value.is_deleted():
-        found = f"a JAX array{leaf} that was donated to a compiled function, or deleted"
-        fix = "Pass what the function returned in its place, or leave it out of donate_argnums."
-    else:
+    is_traced = isinstance(value, sys.modules["jax"].core.Tracer)
+    if hasattr(value, "__dlpack__") and not is_traced and not value.is_deleted():
         return None
-    return LeafError.at(where, found=found, expected="an array with its data on this rank", fix=fix)
+    leaf = f" at leaf {path}" if path else ""
+    return LeafError.at(
+        where,
+        found=f"{type(value).__name__}{leaf}, of dtype {getattr(value, 'dtype', None)}, whose numbers cannot be read",
+        expected="an array with its data on this rank",
+        fix="In place of an array that was traced, deleted, or donated to a compiled function (donate_argnums), pass "
+        "what the function returned. Of random keys pass jax.random.key_data(keys), and give the result to "
+        "jax.random.wrap_key_data.",
+    )
 
 
 def closed_to(library: str, value: Any, path: str, error: Exception) -> str:

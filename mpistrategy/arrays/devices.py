@@ -13,7 +13,6 @@ from functools import lru_cache
 
 from mpistrategy.errors import DeviceError
 
-_FORMS = "'CPU:0', 'GPU:1', 'task:3', or '/job:worker/replica:0/task:3/device:GPU:0'"
 _FORM = re.compile(
     r"(?P<job>/job:worker)?(?P<replica>/replica:0)?(?:/task:(?P<task>[0-9]+))?"
     r"(?:/(?:device:)?(?P<kind>CPU|GPU)(?::(?P<index>[0-9]+|\*))?)?",
@@ -44,7 +43,7 @@ class Device:
     def matches(self, other: Device) -> bool:
         """Return whether the complete device `other` matches this pattern."""
         return all(
-            field is None or field == value
+            field in (None, value)
             for field, value in ((self.task, other.task), (self.kind, other.kind), (self.index, other.index))
         )
 
@@ -62,7 +61,11 @@ def parse(text: str, where: str = "a device string", argument: str = "device") -
     """
     match = _FORM.fullmatch(f"/{text.strip().strip('/')}")
     if match is None or not any(match.groups()):
-        raise DeviceError.at(where, found=f"{argument}={text!r}", expected=f"a device such as {_FORMS}")
+        raise DeviceError.at(
+            where,
+            found=f"{argument}={text!r}",
+            expected="a device such as 'CPU:0', 'GPU:1', 'task:3', or '/job:worker/replica:0/task:3/device:GPU:0'",
+        )
     task, kind, index = match["task"], match["kind"], match["index"]
     return Device(
         None if task is None else int(task),

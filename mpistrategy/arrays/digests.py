@@ -9,8 +9,6 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.shown import ranks_by, ranks_in_words
 
-#: The most bytes that are hashed or copied at once: signals are handled between two pieces.
-_PIECE_BYTES = 2**24
 #: An x87 extended double uses 10 of its 12 or 16 bytes; the others are undefined.
 _X87_BYTES, _X87_DIGITS = 10, 63
 
@@ -26,23 +24,17 @@ def digest(array: Array) -> int:
 
 
 def _pieces(array: Array) -> Iterator[Array]:
-    """Yield the bytes of an array; views of it where it is contiguous and without padding."""
+    """Yield the bytes of an array; a view of it where it is contiguous and without padding."""
     dtype = array.dtype
     if dtype.names is not None:
         for name in dtype.names:
             yield from _pieces(array[name])
         return
-    significant = dtype.itemsize
+    piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if dtype.char in "gG" and np.finfo(dtype).nmant == _X87_DIGITS:
-        significant = _X87_BYTES
-    row_bytes = array.nbytes // len(array) if len(array) else 0
-    step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    for start in range(0, len(array), step):
-        piece = np.ascontiguousarray(array[start : start + step]).reshape(-1).view(np.uint8)
-        if significant < dtype.itemsize:
-            width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
-            piece = np.ascontiguousarray(piece.reshape(-1, width)[:, :significant])
-        yield piece
+        width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+        piece = np.ascontiguousarray(piece.reshape(-1, width)[:, :_X87_BYTES])
+    yield piece
 
 
 def outliers(digests: Sequence[object]) -> tuple[list[int], str]:
@@ -55,8 +47,5 @@ def outliers(digests: Sequence[object]) -> tuple[list[int], str]:
     most = max(groups.values(), key=len)
     usual = most if 2 * len(most) > len(digests) else groups[digests[0]]
     differing = [rank for rank in range(len(digests)) if rank not in usual]
-    ways = f", in {len(groups) - 1} ways" if len(groups) > 2 else ""
-    return (
-        differing,
-        f"{ranks_in_words(differing)} differ{'s' if len(differing) == 1 else ''} from {ranks_in_words(usual)}{ways}",
-    )
+    verb = "differs" if len(differing) == 1 else "differ"
+    return differing, f"{ranks_in_words(differing)} {verb} from {ranks_in_words(usual)}"

@@ -14,9 +14,6 @@ Array: TypeAlias = npt.NDArray[Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Bytes combined at a time: they are read several times, and stay in the cache.
-_CHUNK_BYTES = 256 * 2**10
-
 
 def quietly(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function add numbers as MPI does: without NumPy's warnings, which may be errors, on some ranks only.
@@ -86,8 +83,7 @@ def is_buffer(array: Array) -> bool:
 
     An array in the middle of a file's bytes may be contiguous and not aligned: mpi4py has no datatype for it.
     """
-    flags = array.flags
-    return flags.c_contiguous and flags.aligned
+    return array.flags.c_contiguous and array.flags.aligned
 
 
 def is_python_number(value: object) -> bool:
@@ -143,17 +139,11 @@ class Extreme:
         target = np.empty(first.shape, first.dtype) if out is None else out
         if first.dtype.kind != "f":
             return self._ufunc(first, second, out=target)  # type: ignore[no-any-return]
-        parts: Any = [...]
-        if first.ndim == 1:
-            step = _CHUNK_BYTES // first.itemsize
-            parts = [slice(start, start + step) for start in range(0, first.size, step)]
-        for part in parts:
-            first_part, second_part = first[part], second[part]
-            result = self._ufunc(first_part, second_part, out=np.empty(first_part.shape, first.dtype))
-            # The ufunc leaves open the bits of zeros and of NaN, which also fails the comparison.
-            if result.size and not np.minimum.reduce(np.abs(result), axis=None) > 0:
-                _set_zeros_and_nan(result, self._join(np.signbit(first_part), np.signbit(second_part)))
-            target[part] = result
+        result = self._ufunc(first, second, out=np.empty(first.shape, first.dtype))
+        # The ufunc leaves open the bits of zeros and of NaN, which also fails the comparison.
+        if result.size and not np.minimum.reduce(np.abs(result), axis=None) > 0:
+            _set_zeros_and_nan(result, self._join(np.signbit(first), np.signbit(second)))
+        target[...] = result
         return target
 
     def reduce(self, array: Any, axes: tuple[int, ...]) -> Any:
@@ -174,15 +164,12 @@ def _set_zeros_and_nan(array: Array, negative: Any) -> None:
     np.copyto(array, number(np.nan), where=is_nan)
 
 
-minimum: Extreme = Extreme(np.minimum)
-maximum: Extreme = Extreme(np.maximum)
-
 #: Writes the combination of two arrays to a third: ``combine(first, second, out=third)``.
 Combine: TypeAlias = Callable[..., Any]
 #: How two arrays are combined; NaN wins in all of them.
-COMBINE: dict[str, Combine] = {
+COMBINE: dict[str, Any] = {
     "SUM": np.add,
-    "MIN": minimum,
-    "MAX": maximum,
+    "MIN": Extreme(np.minimum),
+    "MAX": Extreme(np.maximum),
     "PROD": np.multiply,
 }

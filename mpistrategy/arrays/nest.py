@@ -3,8 +3,8 @@
 Everything else is a leaf, None and strings included.  A dictionary's leaves are in the order of its sorted keys, so
 ranks that filled equal dictionaries in different orders agree.
 
-`flatten` looks at every container.  `leaves_of` prepares this for many nests of one structure of plain dict, list
-and tuple, and does not look at them again.
+`flatten` looks at every container.  `Structure.take` reaches the leaves of many nests of one structure of plain dict,
+list and tuple, and does not look at them again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ class Structure:
     Attributes:
         text: a string for ranks to compare: the same for the same structure.
         num_leaves: the number of leaves.
+        rebuild: returns the nest with the next leaves of an iterator in place of its own.
+        take: lists the leaves of nests of this structure without a look at it.  None for other containers than dict,
+            list and tuple, and for keys that are no texts (1 and True are equal).
         num_none: how many leaves of the nest are None, and not among the leaves; see `flatten_without_none`.
     """
 
     text: str
     num_leaves: int
     rebuild: Callable[[Iterator[Any]], Any] = dataclasses.field(compare=False, repr=False)
+    take: Any = dataclasses.field(compare=False, repr=False)
     num_none: int = 0
 
     def pack(self, leaves: Iterable[Any]) -> Any:
@@ -42,9 +46,13 @@ class Structure:
         return self.rebuild(iter(leaves))
 
 
-LEAF = Structure("*", 1, next)
+def _alone(leaf: Any) -> tuple[Any]:
+    return (leaf,)
+
+
+LEAF = Structure("*", 1, next, _alone)  # of functions that can be pickled, as a Dataset of one array is
 #: A None that belongs to the structure; see `flatten_without_none`.
-_NONE = Structure("None", 0, lambda leaves: None, 1)
+_NONE = Structure("None", 0, lambda leaves: None, None, 1)
 
 
 class _Container(NamedTuple):
@@ -147,7 +155,24 @@ def _visit(nest: Any, leaves: list[Any], none: Structure) -> Structure:
     if label is not None:
         texts = [label(name) + text for name, text in zip(names, texts, strict=True)]
     num_none = sum(structure.num_none for structure in inner)
-    return Structure(f"{opening}{','.join(texts)}{closing}", len(leaves) - before, rebuild, num_none)
+    take = _taker(type(nest), names, [structure.take for structure in inner], is_flat)
+    return Structure(f"{opening}{','.join(texts)}{closing}", len(leaves) - before, rebuild, take, num_none)
+
+
+def _taker(kind: type, names: Sequence[Any], takes: list[Any], is_flat: bool) -> Any:
+    """Return a function that lists the leaves of such containers; see `Structure.take`."""
+    if kind not in _PLAIN or None in takes or (kind is dict and {*map(type, names)} - {str}):
+        return None
+    if is_flat and len(names) > 1:
+        return itemgetter(*names) if kind is dict else lambda flat: flat
+
+    def take(like: Any) -> list[Any]:
+        leaves: list[Any] = []
+        for name, below in zip(names, takes, strict=True):
+            leaves += below(like[name])
+        return leaves
+
+    return take
 
 
 def flatten_without_none(nest: Any) -> tuple[list[Any], Structure]:
@@ -185,11 +210,6 @@ def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _walk(child, path + container.step(name))
 
 
-def is_container(nest: Any) -> bool:
-    """Return whether `nest` holds leaves instead of being a leaf."""
-    return isinstance(nest, (Mapping, list, tuple)) or _is_record(nest)
-
-
 def _is_record(nest: Any) -> bool:
     if not dataclasses.is_dataclass(nest) or isinstance(nest, type):
         return False
@@ -207,68 +227,7 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 # ----------------------------------------------------------------------------------- nests of a structure that is known
 
 
-class Leaves(NamedTuple):
-    """How to reach the leaves of nests of one structure, in the order of `flatten`.
-
-    Attributes:
-        take: returns the leaves of a nest.
-        structure: the structure.
-    """
-
-    take: Callable[[Any], Sequence[Any]]
-    structure: Structure
-
-
-def leaves_of(nest: Any) -> Leaves | None:
-    """Return how to reach the leaves of nests like `nest`.
-
-    None for other containers than dict, list and tuple, for keys that are no texts (1 and True are equal), and without
-    leaves.
-    """
-    if not _is_plain(nest):
-        return None
+def leaves_of(nest: Any) -> Structure | None:
+    """Return the structure of nests that is known with it: one that has `Structure.take`, and leaves; else None."""
     structure = flatten(nest)[1]
-    return Leaves(_taker(nest), structure) if structure.num_leaves else None
-
-
-def _taker(nest: Any) -> Callable[[Any], Sequence[Any]]:
-    """Return a function that lists the leaves of nests like `nest`, a nest of dict, list and tuple."""
-    kind = type(nest)
-    if kind not in _PLAIN:
-        return lambda leaf: (leaf,)
-    keys = sorted_keys(nest) if kind is dict else range(len(nest))
-    if len(keys) > 1 and _PLAIN.isdisjoint(type(nest[key]) for key in keys):
-        return itemgetter(*keys) if kind is dict else lambda flat: flat
-    inner = [(key, _taker(nest[key])) for key in keys]
-
-    def take(like: Any) -> list[Any]:
-        leaves: list[Any] = []
-        for key, below in inner:
-            leaves += below(like[key])
-        return leaves
-
-    return take
-
-
-def alike(nest: Any, other: Any) -> bool:
-    """Return whether `other` has the structure of `nest`, which is of plain dict, list and tuple, or may have it."""
-    kind = type(nest)
-    if kind not in _PLAIN:
-        return type(other) not in _PLAIN
-    if type(other) is not kind or len(nest) != len(other):
-        return False
-    if kind is dict:
-        if nest.keys() != other.keys():
-            return False
-        nest, other = nest.values(), [other[key] for key in nest]
-    # No call for each leaf: an arena may have hundreds of leaves.
-    if _PLAIN.isdisjoint(map(type, nest)):
-        return _PLAIN.isdisjoint(map(type, other))
-    return all(map(alike, nest, other))
-
-
-def _is_plain(nest: Any) -> bool:
-    """Return whether the containers in a nest are plain: no subclasses, no other containers, no keys but texts."""
-    if type(nest) is dict:
-        return all(type(key) is str for key in nest) and all(map(_is_plain, nest.values()))
-    return all(map(_is_plain, nest)) if type(nest) in _PLAIN else not is_container(nest)
+    return structure if structure.take is not None and structure.num_leaves else None

@@ -14,7 +14,6 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import (
     any_array,
     array_where_it_is,
@@ -28,7 +27,6 @@ from mpistrategy.arrays.convert import (
     is_on_device,
     library_of,
     like_given,
-    on_device,
 )
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
@@ -102,30 +100,20 @@ class ArrayLike(NDArrayOperatorsMixin):
         return array_where_it_is(self._read(), f"{type(self).__name__}.{name}")
 
     def _contribution(self) -> Any:
-        """Return this replica's value in a reduction; never communicates."""
+        """Return this replica's value in a reduction, also in a function that JAX traces; never communicates."""
         return self._read()
 
-    def _may_differ(self) -> bool:
-        """Return whether `_read` returns this replica's own value here: other replicas may have other values."""
-        return False
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        array = host_array(self._read())
-        if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
-            raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
-        return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
+        return np.array(host_array(self._read()), dtype, copy=copy)
 
     def __dlpack__(self, **options: Any) -> Any:
         """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""
-        return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})
+        return any_array(self._read()).__dlpack__(
+            **{key: option for key, option in options.items() if option is not None}
+        )
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        device: tuple[int, int] = self._shareable().__dlpack_device__()
-        return device
-
-    def _shareable(self) -> Any:
-        value = self._read()
-        return value if hasattr(value, "__dlpack__") else np.asarray(value)
+        return any_array(self._read()).__dlpack_device__()
 
     def __jax_array__(self) -> Any:
         """Return a copy for JAX, whose arrays never change.
@@ -141,10 +129,8 @@ class ArrayLike(NDArrayOperatorsMixin):
             if isinstance(target, ArrayLike):
                 target._refuse(f" as the result of np.{ufunc.__name__}")
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
-        # CuPy leaves a ufunc to the other operand's __array_ufunc__, unless that has __cuda_array_interface__ or
-        # __cupy_get_ndarray__: then CuPy computes itself, and fails for matrix products.
-        if any(map(is_on_device, plain)):
-            return on_device(ufunc, method, plain, kwargs)
+        if any(map(is_on_device, plain)):  # CuPy takes NumPy's scalars but not its arrays
+            plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in plain]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getitem__(self, key: Any) -> Array:
@@ -152,7 +138,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return part
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._contribution())
 
     def __bool__(self) -> bool:
         return bool(self._read())
@@ -175,14 +161,13 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the local component."""
-        return np.shape(self._read())
+        """The shape of the local component; reading it never communicates."""
+        return np.shape(self._contribution())
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the local component."""
-        value = self._read()
-        return value.dtype if is_on_device(value) else np.asarray(value).dtype
+        """The dtype of the local component; reading it never communicates."""
+        return any_array(self._contribution()).dtype
 
     @property
     def ndim(self) -> int:
@@ -332,9 +317,6 @@ class PerReplica(DistributedValues):
         super().__init__(values)
         self._group = group
 
-    def _may_differ(self) -> bool:
-        return True
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_group": None}  # the ranks belong to this process
 
@@ -403,12 +385,6 @@ class IndexedSlices:
         return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"
 
 
-def may_differ(value: Any) -> bool:
-    """Return whether a nest has a value that may differ by replica: a PerReplica, say."""
-    leaves = [part for leaf in nest.flatten(value)[0] for part in _parts(leaf)]
-    return any(isinstance(leaf, ArrayLike) and leaf._may_differ() for leaf in leaves)
-
-
 def local_component(value: Any) -> Any:
     """Return this rank's component of a DistributedValues; anything else unchanged."""
     return value._read() if isinstance(value, DistributedValues) else value
@@ -458,7 +434,7 @@ def event_of_reads(arrays: Iterable[Any]) -> Any:
     Args:
         arrays: the arrays, and IndexedSlices, that the work on the stream reads.
     """
-    parts = [part for array in arrays for part in _parts(array)]
+    parts = [part for array in arrays for part in parts_of(array)]
     foreign_array = next(filter(_has_other_streams, parts), None)
     if foreign_array is None:
         return None
@@ -469,7 +445,7 @@ def event_of_reads(arrays: Iterable[Any]) -> Any:
     return event
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def parts_of(value: Any) -> tuple[Any, ...]:
     return (value.values, value.indices) if isinstance(value, IndexedSlices) else (value,)
 
 

@@ -25,7 +25,7 @@ from mpistrategy.errors import CheckpointError, ContextError, OptionError, Optio
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job.exit_hooks import program
-from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, checked_type, not_negative
+from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, checked_type
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
 START_ME_AGAIN = 75
@@ -64,7 +64,7 @@ class TerminationConfig:
         checked_type(where, "termination_watcher_fn", self.termination_watcher_fn, function, "a function, or None")
         checked_type(where, "exit_fn", self.exit_fn, function, "a function, or None")
         if self.grace_period is not None:
-            checked_number(where, "grace_period", self.grace_period, "0 or more seconds, or None", not_negative)
+            checked_number(where, "grace_period", self.grace_period, "0 or more seconds, or None")
         checked_type(where, "signals", self.signals, (list, tuple), 'a list, such as ["SIGTERM", "SIGUSR2"]')
         object.__setattr__(self, "signals", tuple(dict.fromkeys(map(_signal, self.signals))))
 

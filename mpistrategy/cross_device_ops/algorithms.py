@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import devices, nest
-from mpistrategy.arrays.convert import is_on_device, layout_of, to_host
+from mpistrategy.arrays.convert import host_array, is_on_device, layout_of
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, event_of_reads, local_component
 from mpistrategy.context import current_communicator, working_on
@@ -31,7 +31,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.objects.settings import Fixed, checked_number, checked_type, not_negative
+from mpistrategy.objects.settings import Fixed, checked_number, checked_type
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp, path_word
 from mpistrategy.reduction.collectives import broadcast, concatenate
@@ -285,7 +285,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return self._num_packs
 
     def _set_num_packs(self, num_packs: Any) -> None:
-        checked_number(type(self).__name__, "num_packs", num_packs, "an int >= 0", not_negative)
+        checked_number(type(self).__name__, "num_packs", num_packs, "an int >= 0")
         self._num_packs = num_packs
 
     @cached_property
@@ -391,7 +391,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         on_gpu = [i for i, value in enumerate(values) if is_on_device(value)]
         layouts = layouts_of([values[i] for i in on_gpu])
         route = self._transfer(ranks, layouts, op, options, target, on_gpu=True) if on_gpu else None
-        operands = [to_host(value) if route is None and is_on_device(value) else value for value in values]
+        operands = [host_array(value) if route is None and is_on_device(value) else value for value in values]
         on_host = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
         layouts = layouts_of([operands[i] for i in on_host])
         plan: Any = self._transfer(ranks, layouts, op, options, target, on_gpu=False)

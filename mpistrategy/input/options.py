@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpistrategy.errors import OptionError
-from mpistrategy.objects.settings import whole_number
+from mpistrategy.objects.settings import checked_count
 from mpistrategy.options import InputReplicationMode, ReplicationMode
 
 
@@ -46,7 +46,7 @@ class InputContext:
 
     def __post_init__(self) -> None:
         for name in ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync"):
-            object.__setattr__(self, name, whole_number("InputContext", name, getattr(self, name)))
+            object.__setattr__(self, name, checked_count("InputContext", name, getattr(self, name), least=None))
         if not (0 <= self.input_pipeline_id < self.num_input_pipelines and self.num_replicas_in_sync >= 1):
             raise OptionError.at(
                 "InputContext",
@@ -68,7 +68,7 @@ class InputContext:
         8
         """
         where = "InputContext.get_per_replica_batch_size"
-        size = whole_number(where, "global_batch_size", global_batch_size)
+        size = checked_count(where, "global_batch_size", global_batch_size, least=None)
         if size < 1 or size % self.num_replicas_in_sync:
             raise OptionError.at(
                 where,

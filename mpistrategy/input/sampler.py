@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrategy.context import Strategy, check_strategy
 from mpistrategy.errors import OptionError
-from mpistrategy.objects.settings import checked_switch, whole_number
+from mpistrategy.objects.settings import checked_count, checked_switch
 
 _WHERE = "Sampler"
 
@@ -46,8 +46,8 @@ class Sampler:
     ) -> None:
         check_strategy(strategy, _WHERE)
         self._rank, self._ranks = strategy.extended.communicator.rank, strategy.extended.communicator.size
-        self._rows = whole_number(_WHERE, "data", data if isinstance(data, int) else len(data))
-        self._seed = whole_number(_WHERE, "seed", seed)
+        self._rows = checked_count(_WHERE, "data", data if isinstance(data, int) else len(data), least=None)
+        self._seed = checked_count(_WHERE, "seed", seed, least=None)
         self._shuffle, self._pad = checked_switch(_WHERE, "shuffle", shuffle), checked_switch(_WHERE, "pad", pad)
         if self._rows < 0 or self._seed < 0:
             raise OptionError.at(_WHERE, found=f"{self._rows} rows, seed={seed}", expected="numbers from 0 on")
@@ -62,7 +62,7 @@ class Sampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of another epoch; keep the position if it is the present epoch."""
-        if whole_number("Sampler.set_epoch", "epoch", epoch) != self._epoch:
+        if checked_count("Sampler.set_epoch", "epoch", epoch, least=None) != self._epoch:
             self._epoch, self._done, self._start = epoch, 0, 0
 
     def __len__(self) -> int:

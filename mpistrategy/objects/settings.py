@@ -19,14 +19,14 @@ class Setting(Generic[T]):
     """An attribute that is checked when it is set; reading it costs what a plain attribute costs.
 
     Args:
-        check: returns the value to keep, or raises.
+        check: returns the value to keep, or raises; without one any value is kept.
     """
 
     if TYPE_CHECKING:
 
         def __get__(self, instance: object, owner: type) -> T: ...
 
-    def __init__(self, check: Check[T]) -> None:
+    def __init__(self, check: Check[T] = lambda where, name, value: value) -> None:
         self._check = check
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -39,9 +39,6 @@ class Setting(Generic[T]):
 
 class Fixed(Setting[T]):
     """An attribute that only the constructor sets."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda where, name, value: value)
 
     def __set__(self, instance: object, value: Any) -> None:
         if self._name in instance.__dict__:
@@ -114,7 +111,13 @@ def checked_type(
     return value
 
 
-def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+def checked_number(
+    where: str,
+    name: str,
+    value: Any,
+    expected: str = "a number from 0 on",
+    fits: Callable[[float], bool] = lambda number: number >= 0,
+) -> float:
     """Return `value` as a float; raise OptionTypeError if it is not a number, OptionError if it does not fit."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
@@ -132,19 +135,13 @@ def one_of(where: str, name: str, value: Any, words: Sequence[str]) -> str:
     raise OptionError.at(where, found=f"{name}={value!r}", expected=expected, fix=did_you_mean(value, words))
 
 
-def whole_number(where: str, name: str, value: Any) -> int:
-    """Return `value` as an int; raise OptionTypeError if it is not an integer."""
+def checked_count(where: str, name: str, value: Any, least: int | None = 1) -> int:
+    """Return `value` as an int; raise OptionTypeError for another type, OptionError below `least`, if there is one."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
+    if least is not None and value < least:
+        raise OptionError.at(where, found=f"{name}={value}", expected=f"{least} or more")
     return int(value)
-
-
-def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, an int; raise OptionTypeError for another type, OptionError below `least`."""
-    number = whole_number(where, name, value)
-    if number < least:
-        raise OptionError.at(where, found=f"{name}={number}", expected=f"{least} or more")
-    return number
 
 
 def checked_switch(where: str, name: str, value: Any) -> bool:
@@ -159,24 +156,9 @@ def positive(number: float) -> bool:
     return number > 0
 
 
-def not_negative(number: float) -> bool:
-    """Return whether a number is 0 or above."""
-    return number >= 0
-
-
-def number(expected: str, fits: Callable[[float], bool]) -> Setting[float]:
-    """Return a setting that is a finite number."""
-    return Setting(lambda where, name, value: checked_number(where, name, value, expected, fits))
-
-
-def decay() -> Setting[float]:
-    """Return a setting that is a number from 0 to below 1."""
-    return number("a number from 0 to below 1", lambda value: 0 <= value < 1)
-
-
-def amount() -> Setting[float]:
-    """Return a setting that is a number from 0 on."""
-    return number("a number from 0 on", not_negative)
+def number(*limits: Any) -> Setting[float]:
+    """Return a setting that is a finite number, from 0 on or as the last two arguments of `checked_number` say."""
+    return Setting(lambda where, name, value: checked_number(where, name, value, *limits))
 
 
 def or_none(check: Check[T]) -> Setting[T | None]:

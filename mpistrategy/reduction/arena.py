@@ -128,8 +128,8 @@ class Arena(ArenaBase[T]):
         #: The arrays, in order.
         self._leaves: list[Array] = self._views(self._own_arrays)
         self._values: Any = self._structure.pack(self._leaves)
-        #: A nest that the program cannot get at, and how to reach its arrays; None for containers that are not plain.
-        self._twin, self._where = self._structure.pack(self._leaves), nest.leaves_of(self._values)
+        #: A nest that the program cannot get at.
+        self._twin: Any = self._structure.pack(self._leaves)
         #: Whether results are written over `values`.
         self._in_place: bool = not shared_result
         #: What an all-reduce with a shared result returns on the host.
@@ -224,11 +224,15 @@ class Arena(ArenaBase[T]):
 
     def _holds(self, value: Any) -> bool:
         """Return whether a nest has the arena's structure, and holds the arena's arrays."""
-        if self._where is not None:
-            is_alike = nest.alike(self._twin, value)
-            return is_alike and all(map(is_, self._where.take(value), self._leaves))
-        leaves, structure = nest.flatten(value)
-        return structure.text == self._structure.text and all(map(is_, leaves, self._leaves))
+        if self._structure.take is None:
+            leaves, structure = nest.flatten(value)
+            return structure.text == self._structure.text and all(map(is_, leaves, self._leaves))
+        try:
+            has_arrays = all(map(is_, self._structure.take(value), self._leaves))
+        except (LookupError, TypeError):
+            return False
+        # Arrays that are identical are not compared by their elements.
+        return has_arrays and (value is self._twin or bool(value == self._twin))
 
     def _require_open(self, where: str) -> None:
         if self._closed:

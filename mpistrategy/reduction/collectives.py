@@ -45,7 +45,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.objects.settings import checked_switch, whole_number
+from mpistrategy.objects.settings import checked_count, checked_switch
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind
 from mpistrategy.reduction.plan import CallPlan, Compared, NestPlan, NumbersOfRanks
@@ -146,7 +146,7 @@ class EachArray(General):
         arrays = arrays_of(leaves)
         if where is None or arrays is None or not all(a.dtype.isnative and not a.dtype.hasobject for a in arrays):
             return None
-        call.structure, kinds = where.structure.text, {*map(type, leaves)}
+        call.structure, kinds = where.text, {*map(type, leaves)}
         collective, timeout_seconds = self.collective(call, arrays, value), self.merged_options.timeout_seconds
         return NestPlan(self, where, collective, collective.signature(call), timeout_seconds, kinds)
 
@@ -601,7 +601,7 @@ def checked_root(root: Any, size: int, where: str, name: str = "root") -> int:
     Raises:
         OptionTypeError, OptionError: when it is not a rank.
     """
-    rank = whole_number(where, name, root)
+    rank = checked_count(where, name, root, least=None)
     if not 0 <= rank < size:
         raise OptionError.at(where, found=f"{name}={rank}", expected=f"a rank from 0 to {size - 1}")
     return rank

@@ -28,7 +28,7 @@ from mpistrategy.arrays.convert import (
     reducible,
 )
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype
-from mpistrategy.arrays.nest import Leaves, alike
+from mpistrategy.arrays.nest import Structure
 from mpistrategy.arrays.values import (
     ArrayLike,
     DistributedValues,
@@ -117,9 +117,10 @@ def _on_host(leaf: Any) -> Array:
     return reducible(leaf, "")  # type: ignore[no-any-return]
 
 
-def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
-    """Return whether `out` is a nest like `value` of ordinary arrays, of these dtypes, and of the shapes of arrays."""
-    if not alike(value, out):
+def takes(out: Any, where: Structure, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
+    """Return whether `out` is such a nest of ordinary arrays, of these dtypes, and of the shapes of arrays."""
+    structure = nest.leaves_of(out)
+    if structure is None or structure.text != where.text:
         return False
     rows = zip(where.take(out), arrays, dtypes, strict=True)
     return all(
@@ -340,7 +341,7 @@ def for_value(value: Any, destinations: Any) -> Any:
 
     A number alone says nothing: 0 might be meant as rank 0.
     """
-    if destinations is None or not (nest.is_container(destinations) or _is_number(destinations)):
+    if destinations is None or (nest.flatten(destinations)[1] is nest.LEAF and not _is_number(destinations)):
         return destinations
     (leaves_of_destinations, structure_of_destinations), (leaves_of_value, structure_of_value) = (
         nest.flatten(destinations),

@@ -22,7 +22,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import is_cupy, is_on_device
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, quietly, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.nest import Leaves
+from mpistrategy.arrays.nest import Structure
 from mpistrategy.arrays.values import Mirrored, is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
@@ -275,7 +275,7 @@ class NestPlan(Compared, CallPlan):
     def __init__(
         self,
         otherwise: CallPlan,
-        leaves: Leaves,
+        leaves: Structure,
         transfer: Transfer,
         signature: Signature,
         timeout_seconds: float | None,
@@ -284,7 +284,7 @@ class NestPlan(Compared, CallPlan):
     ) -> None:
         super().__init__(signature, timeout_seconds)
         self.otherwise: CallPlan = otherwise
-        self.leaves: Leaves = leaves
+        self.leaves: Structure = leaves
         self.transfer: Transfer = transfer
         self.destination: Destination | None = destination
         self._only_arrays = kinds == _ARRAYS
@@ -304,7 +304,7 @@ class NestPlan(Compared, CallPlan):
             if destination is not None:
                 text = destination.text
                 in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
-            return self.leaves.structure.pack(in_kinds)
+            return self.leaves.pack(in_kinds)
         direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
         results = self.carry_out(call, self.transfer, arrays, direct_targets)
         for target, result in zip(targets, results):  # noqa: B905  # `strict` takes as long as a copy
@@ -324,7 +324,7 @@ class DevicePlan(NestPlan):
             return self.otherwise.run(call, value, out, weight)
         results = self.carry_out(call, route, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
-            return self.leaves.structure.pack(results)
+            return self.leaves.pack(results)
         with arrays[0].device:
             move(results, arrays)
         return out

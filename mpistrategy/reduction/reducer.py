@@ -193,7 +193,7 @@ class AllReduce(General):
     #: Whether an algorithm of the program's own gets one value as a batch of one.
     is_batch: bool = True
 
-    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
+    def leaves_of(self, value: Any, out: Any) -> nest.Structure | None:
         """Return how to reach the arrays of a value; None for a value without a plan."""
         return nest.leaves_of(value)
 
@@ -238,9 +238,9 @@ class AllReduce(General):
             else reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
         )
         is_elsewhere = out is not None and destination is None and not is_on_gpu
-        if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
+        if transfer is None or (is_elsewhere and not takes(out, where, arrays, transfer.results)):
             return None
-        words = WEIGHTED if is_weighted else op.value, where.structure.text, tuple(map(layout_of, arrays))
+        words = WEIGHTED if is_weighted else op.value, where.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
         return kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)}, destination)

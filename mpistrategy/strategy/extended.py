@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
+from functools import partial
 from typing import Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -68,7 +68,7 @@ class StrategyExtended(NotPickled, Settable):
         self._container_strategy = strategy
         #: Reduces the values of this strategy.
         self._reducer: Reducer = reducer
-        self._reducer.entered = self._entered
+        self._reducer.entered = partial(context.cross_replica, strategy)
         #: The variables that are still in use on this rank, by number, in order of creation; weak, so that they can be
         #: collected.  A number means the same variable on all ranks, whose dictionaries may differ.
         self._variables: WeakValueDictionary[int, Variable] = WeakValueDictionary()
@@ -180,10 +180,13 @@ class StrategyExtended(NotPickled, Settable):
         name: str | None = None,
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
-        where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
+        where, values, destinations = "StrategyExtended.batch_reduce_to", value_destination_pairs, None
         self._require_collective(where)
-        pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
-        return self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name)  # type: ignore[no-any-return]
+        if isinstance(values, Iterable):
+            values = list(values)
+            if values and all(isinstance(pair, tuple) and len(pair) == 2 for pair in values):
+                values, destinations = map(list, zip(*values, strict=True))
+        return self._reducer.run(where, _BatchReduceTo, reduce_op, values, options, name, destinations)  # type: ignore[no-any-return]
 
     @collective("broadcast")
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
@@ -199,7 +202,10 @@ class StrategyExtended(NotPickled, Settable):
             A Mirrored, as in `reduce_to`.
         """
         self._require_collective("StrategyExtended.broadcast_to")
-        with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
+        with (
+            self._reducer.entered(),
+            Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call,
+        ):
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
             return self.cross_device_ops.broadcast(tensor, destinations)
@@ -244,8 +250,7 @@ class StrategyExtended(NotPickled, Settable):
                 an ON_WRITE variable, whose copies would differ.
         """
         frame = context.current_frame()
-        if frame is not None:
-            context.require_same_strategy(frame, self._container_strategy, "StrategyExtended.update")
+        context.require_same_strategy(frame, self._container_strategy, "StrategyExtended.update")
         context.check_call("StrategyExtended.update", fn, args, kwargs)
         if not self.variable_created_in_scope(var):
             raise OptionTypeError.at(
@@ -404,20 +409,20 @@ class StrategyExtended(NotPickled, Settable):
         context.require_cross_replica(self._container_strategy, where)
         context.warn_if_alone(self._container_strategy, where)
 
-    def _entered(self) -> Frame:
-        return context.cross_replica(self._container_strategy)
-
 
 call_sites.calls_steps(StrategyExtended.call_for_each_replica)
 
 
-def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure]:
-    """Return the leaves but None of a nest of values, and its structure; a list of numbers, say, is one value."""
+def _is_one_array(value: Any) -> bool:
+    """Return whether a list or a tuple is one array: of numbers, in lists of any depth."""
     leaves, structure = nest.flatten_without_none(value)
-    is_array = isinstance(value, (list, tuple)) and not structure.num_none
-    if is_array and all(isinstance(leaf, (bool, str)) or is_python_number(leaf) for leaf in leaves):
-        return [value], nest.LEAF
-    return leaves, structure
+    is_list = isinstance(value, (list, tuple)) and not structure.num_none
+    return is_list and all(isinstance(leaf, (bool, str)) or is_python_number(leaf) for leaf in leaves)
+
+
+def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure]:
+    """Return the leaves but None of a nest of values, and its structure."""
+    return ([value], nest.LEAF) if _is_one_array(value) else nest.flatten_without_none(value)
 
 
 class _ReduceTo(AllReduce):
@@ -428,10 +433,9 @@ class _ReduceTo(AllReduce):
         """Return a key that tells calls with plans apart."""
         return kind_of(value), _kind_of_destinations(value, out)
 
-    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
+    def leaves_of(self, value: Any, out: Any) -> nest.Structure | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
-        leaves = nest.leaves_of(value)
-        return leaves if leaves is None or leaves.structure == _leaves_of(value)[1] else None
+        return None if _is_one_array(value) else nest.leaves_of(value)
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the result."""
@@ -447,60 +451,48 @@ class _ReduceTo(AllReduce):
             call.structure = _leaves_of(value)[1].text
             if call.structure == nest.LEAF.text:
                 return algorithm.reduce(self.argument, value, out, self.merged_options)
-            return self.batch(call, [(value, out)])[0]
+            return self.batch(call, [value], [out])[0]
 
-    def batch(self, call: Call, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def batch(self, call: Call, values: list[Any], outs: list[Any]) -> list[Any]:
         """Return the reductions of values and nests of values, each to its destinations, in one batch."""
-        algorithm = cast(CrossDeviceOps, self.reducer.algorithm)
-        nests = [_leaves_of(value) for value, _ in pairs]
-        call.structure = "; ".join(structure.text for _, structure in nests)
+        nests = [*map(_leaves_of, values)]
         single = [
             (leaf, for_value(value, to))
-            for (value, to), (leaves, _) in zip(pairs, nests, strict=True)
+            for value, to, (leaves, _) in zip(values, outs, nests, strict=True)
             for leaf in leaves
         ]
-        if pairs and not single:
+        if not single:
             call.agree("reduce", op=ReduceOp._parse(self.argument, call.where).value)
             return [structure.pack([]) for _, structure in nests]
+        algorithm = cast(CrossDeviceOps, self.reducer.algorithm)
         results = iter(algorithm.batch_reduce(self.argument, single, self.merged_options))
         return [structure.rebuild(results) for _, structure in nests]
 
 
 class _BatchReduceTo(_ReduceTo):
-    """`StrategyExtended.batch_reduce_to`; the values of its calls are the pairs."""
+    """`StrategyExtended.batch_reduce_to`: a list of values, and a list of destinations as `out`."""
 
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
-        """Return a key that tells calls with plans apart: calls with tuples of arrays and one destination."""
-        if {*map(type, value)} != {tuple}:
-            raise TypeError
-        values, destinations = zip(*value, strict=True)
-        if all(map(is_, destinations, values)):
-            return np.ndarray, kind_of(values)
-        (where,) = {*map(_kind_of_destinations, values, destinations)}
-        return where, kind_of(values)
+        """Return a key that tells calls with plans apart: calls with one destination."""
+        (where,) = {*map(_kind_of_destinations, value, out)}
+        return where, kind_of(value)
 
-    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
-        """Return how to reach the arrays; None where some are in nests."""
-        if any(map(nest.is_container, _values_of(value))):
-            return None
-        text = "; ".join([nest.LEAF.text] * len(value))  # as `batch` writes it
-        return nest.Leaves(_values_of, nest.Structure(text, len(value), list))
+    def leaves_of(self, value: Any, out: Any) -> nest.Structure | None:
+        """Return how to reach the arrays of all values; see `_ReduceTo.leaves_of`."""
+        return None if any(map(_is_one_array, value)) else nest.leaves_of(value)
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the results."""
-        return resolve(for_value(*value[0]), self.reducer.communicator, where)
+        return super().destination(value[0], out[0], where)
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reductions; see `CallPlan.run`."""
         with self.reducer.entered():
-            if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-                return self.batch(call, value)
-            return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value, self.merged_options)
-
-
-def _values_of(pairs: Any) -> list[Any]:
-    return [value for value, _ in pairs]
+            if out is None:  # no pairs, which is refused
+                return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value)
+            call.structure = f"[{','.join(_leaves_of(each)[1].text for each in value)}]"  # as that of a list
+            return self.batch(call, value, out)
 
 
 def _kind_of_destinations(value: Any, destinations: Any) -> Any:

@@ -1,4 +1,4 @@
-"""MirroredStrategy: one replica on every MPI rank."""
+"""The strategies that a program makes: one replica on every MPI rank, or one replica without MPI."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy.arrays.devices import Device
+from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.cross_device_ops.algorithms import CrossDeviceOps
 from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
 from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import ALWAYS, level_of, time_limit_of
 from mpistrategy.mpi.faults import injection
-from mpistrategy.mpi.gpu.device_selection import activate, choose_devices, requested
+from mpistrategy.mpi.gpu.device_selection import activate, check_exists, choose_devices, requested
+from mpistrategy.mpi.interface.ranks import Alone
 from mpistrategy.mpi.job.launcher import start, warn_of_unknown
 from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.other_names import refuses
@@ -141,3 +142,24 @@ def _connect(comm: Any, contains_errors: bool) -> MpiRanks | Threads:
         for name in _USED_LATER:  # in a call one rank alone might fail, which cannot open a file
             import_module(name)
         return MpiRanks(comm, contains_errors=contains_errors)
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica on one device of this rank; never starts MPI.  The specification of every other strategy.
+
+    Args:
+        device: a device string such as ``"CPU:0"`` or ``"GPU:0"``; a GPU becomes CuPy's current device.
+
+    Raises:
+        DeviceError: for a device that does not exist.
+        OptionTypeError: when `device` is not a string.
+    """
+
+    def __init__(self, device: str = "CPU:0") -> None:
+        checked_type("OneDeviceStrategy", "device", device, str, "a device string")
+        pattern = parse(device, "OneDeviceStrategy", "device")
+        complete = Device(0, pattern.kind or "CPU", pattern.index or 0)
+        check_exists(complete, "OneDeviceStrategy")
+        only = Alone((complete,))
+        activate(complete, only.guard)
+        super().__init__(StrategyExtended(self, only))

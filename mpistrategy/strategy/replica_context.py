@@ -20,10 +20,10 @@ from mpistrategy.context import (
     current_strategy,
     in_words,
     require_same_strategy,
-    warn_outside_steps,
+    warn_if_alone,
 )
 from mpistrategy.errors import ContextError, OptionError
-from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.mpi.contract.public_calls import collective, declared
 from mpistrategy.objects.settings import NotPickled
 from mpistrategy.options import CommunicationOptions, Op
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
@@ -58,9 +58,7 @@ class ReplicaContext(NotPickled):
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
 
     def __enter__(self) -> Self:
-        frame = current_frame()
-        if frame is not None:
-            require_same_strategy(frame, self._strategy, "ReplicaContext.__enter__")
+        require_same_strategy(current_frame(), self._strategy, "ReplicaContext.__enter__")
         Frame(self._strategy, Mode.REPLICA, self).__enter__()
         return self
 
@@ -372,11 +370,24 @@ class ReplicaContext(NotPickled):
         """Return what must be entered to communicate in `frame`, this thread's, which is not of this context.
 
         Raises:
-            ContextError: in any context but none.
+            ContextError: in any context but none, and for a collective whose declaration names no call outside steps.
         """
         if frame is None and self._strategy is current_strategy():
-            if is_collective:
-                warn_outside_steps(self._strategy, where)
+            call = declared.get(where)
+            if call is not None and call.outside:
+                warn_if_alone(
+                    self._strategy,
+                    where,
+                    "was called outside every step",
+                    f"Call it in the function given to strategy.run; outside a step use {call.outside}.",
+                )
+            elif is_collective:
+                raise ContextError.at(
+                    where,
+                    found="a call outside every step",
+                    expected="a call in replica context (inside a step function)",
+                    fix="Call it in the function given to `strategy.run`.",
+                )
             return Frame(self._strategy, Mode.REPLICA, self)
         raise ContextError.at(
             where,

@@ -13,6 +13,7 @@ from typing import (
     Any,
     Literal,
     Self,
+    SupportsIndex,
     TypeAlias,
     TypeVar,
     TypeVarTuple,
@@ -36,10 +37,9 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.digests import digest, outliers
 from mpistrategy.arrays.dtypes import (
+    COMBINE,
     dtype_name,
     host_wire_dtype,
-    maximum,
-    minimum,
     quietly,
     sum_dtype_of_mean,
     wire_dtype,
@@ -70,8 +70,10 @@ from mpistrategy.input.options import InputContext, InputOptions
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
+from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 from mpistrategy.objects.other_names import NamesOurs
-from mpistrategy.objects.settings import Fixed, NotPickled, checked_type, one_of
+from mpistrategy.objects.settings import Fixed, NotPickled, checked_count, checked_type, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
@@ -87,7 +89,6 @@ from mpistrategy.reduction.inputs import refuse_mirrored_sum
 from mpistrategy.reduction.reducer import General, Reduce
 from mpistrategy.reduction.transfer import finish
 from mpistrategy.strategy.extended import StrategyExtended
-from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.variable import Variable
 
@@ -101,7 +102,6 @@ CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"
 _OPTIONS = (InputOptions, type(None))
 #: The most variables that a report names.
 _MOST_ROWS = 10
-_FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
 
 
 class Strategy(NotPickled, NamesOurs):
@@ -126,7 +126,7 @@ class Strategy(NotPickled, NamesOurs):
 
     def __init__(self, extended: StrategyExtended) -> None:
         self.extended = checked_type("Strategy", "extended", extended, StrategyExtended, "a StrategyExtended")
-        self._scope = Scope(self)  # of the strategy as a context manager
+        self._depth = 0  # of `with strategy:` blocks
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -160,7 +160,7 @@ class Strategy(NotPickled, NamesOurs):
         Raises:
             ContextError: on entering, in a step function or in another strategy's scope.
         """
-        return Scope(self)
+        return Scope(self, context.Mode.CROSS_REPLICA)
 
     @overload
     def run(self, fn: Callable[[], T]) -> T: ...
@@ -182,6 +182,9 @@ class Strategy(NotPickled, NamesOurs):
             OptionTypeError: when fn cannot be called, or args is not a sequence.
         """
         return self.extended.call_for_each_replica(fn, args, kwargs)
+
+    #: Its old name.
+    experimental_run_v2 = run
 
     @overload
     def reduce(
@@ -630,21 +633,12 @@ class Strategy(NotPickled, NamesOurs):
             OptionTypeError: as `distribute_datasets_from_function`.
         """
         where = "Strategy.make_input_fn_iterator"
-        context.warn_if_alone(self, where)
-        with Call(self.extended.communicator.guard, where, called=name):
-            mode = checked_member(InputReplicationMode, replication_mode, where, "replication_mode")
-            if mode is not InputReplicationMode.PER_WORKER:
-                raise OptionError.at(where, found=f"{replication_mode=}", expected="InputReplicationMode.PER_WORKER")
-            dataset = self.distribute_datasets_from_function(input_fn, name=name)
-        return InputFunctionIterator(dataset)
+        mode = checked_member(InputReplicationMode, replication_mode, where, "replication_mode")
+        if mode is not InputReplicationMode.PER_WORKER:
+            raise OptionError.at(where, found=f"{replication_mode=}", expected="InputReplicationMode.PER_WORKER")
+        return InputFunctionIterator(self.distribute_datasets_from_function(input_fn, name=name))
 
     # --------------------------------------------------------------------------- names of TensorFlow 1; copies
-
-    def experimental_run_v2(
-        self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> T:
-        """Return `run(fn, args, kwargs)`: its old name."""
-        return self.run(fn, args, kwargs=kwargs or {})
 
     def experimental_run(self, fn: Callable[..., T], input_iterator: DistributedIterator[Any] | None = None) -> T:
         """Run ``fn(element)`` on every replica, with this rank's next element of `input_iterator`.
@@ -659,14 +653,6 @@ class Strategy(NotPickled, NamesOurs):
         """
         if input_iterator is None:
             return self.run(fn, kwargs={})
-        checked_type(
-            "Strategy.experimental_run",
-            "input_iterator",
-            input_iterator,
-            DistributedIterator,
-            "an iterator with get_next()",
-            fix="Pass what make_dataset_iterator(dataset) returns.",
-        )
         with self.scope():
             element = input_iterator.get_next()
         return self.run(fn, (element,), kwargs={})
@@ -696,7 +682,7 @@ class Strategy(NotPickled, NamesOurs):
             raise CopyError.at("copy.deepcopy(strategy)", found="the default strategy", expected="another strategy")
         result = type(self).__new__(type(self))
         memo[id(self)] = result
-        result.extended, result._scope = self.extended._copy_for(result), Scope(result)
+        result.extended, result._depth = self.extended._copy_for(result), 0
         for name in vars(self).keys() - vars(result).keys():
             setattr(result, name, copy.deepcopy(getattr(self, name), memo))
         return result
@@ -708,14 +694,16 @@ class Strategy(NotPickled, NamesOurs):
 
         After an error it waits for nobody: this rank takes no more calls, and the other ranks raise RemoteError.
         """
-        self._scope.__enter__()
+        self.scope().__enter__()
+        self._depth += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scope.__exit__(kind, error, trace)
-        if self._scope.depth:
+        self.scope().__exit__(kind, error, trace)
+        self._depth -= 1
+        if self._depth:
             return
         if error is None or self.size == 1:
             self.close()
@@ -783,6 +771,88 @@ def in_cross_replica_context() -> bool:
     return frame is not None and frame.mode is not context.Mode.REPLICA
 
 
+# --------------------------------------------------------------------------------------------------- random streams
+
+_SHARED, _REPLICA, _NUMBERED = range(3)
+
+
+class Streams(Kept):
+    """The random generators of one replica; made by `Strategy.rng(seed)`.
+
+    There is one shared by all replicas, one of each replica, and one for anything that has a number.  All come from
+    one seed through NumPy's SeedSequence (https://numpy.org/doc/stable/reference/random/parallel.html), so that
+    different streams are independent and equal seeds give equal numbers on every machine.
+
+    Make it once, outside the step function: each one made starts its streams from the beginning.
+
+    Args:
+        seed: an int from 0 on, equal on every replica.
+        replica_id: this replica's number.
+
+    Raises:
+        OptionTypeError, OptionError: for a seed that is not an int, or negative.
+        ContextError: for every use in a function that JAX traces, where numbers are drawn once for many calls.
+
+    >>> import mpistrategy as ms
+    >>> streams = ms.OneDeviceStrategy().rng(7)
+    >>> bool(streams.at(3, 5).random() == streams.at(3, 5).random())
+    True
+    """
+
+    _kept_as = "streams"
+
+    def __init__(self, seed: SupportsIndex, replica_id: int) -> None:
+        self._seed = checked_count("Strategy.rng", "seed", seed, least=0)
+        self._shared = self._generator(_SHARED)
+        self._replica = self._generator(_REPLICA, replica_id)
+
+    @property
+    def shared(self) -> np.random.Generator:
+        """A numpy.random.Generator that gives the same numbers on every replica, whatever their number.
+
+        All replicas must draw alike from it: initial values, shuffling.
+        """
+        refuse_in_jax_trace("Streams.shared")
+        return self._shared
+
+    @property
+    def replica(self) -> np.random.Generator:
+        """A Generator with this replica's own numbers; replica 2's are the same whether there are 3 or 300."""
+        refuse_in_jax_trace("Streams.replica")
+        return self._replica
+
+    @property
+    def seed(self) -> int:
+        """The seed that it was made with."""
+        return self._seed
+
+    def _state(self, path_of: PathOf) -> dict[Any, Any]:
+        return {"seed": self._seed, "shared": self._shared, "replica": Leaf(self._replica, "own")}
+
+    def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
+        there = saved["seed"]
+        return "" if there == self._seed else f"seed {there} in the checkpoint, {self._seed} here"
+
+    def _load(self, saved: Mapping[Any, Any]) -> None:
+        """Do nothing: the generators have their states."""
+
+    def at(self, *numbers: SupportsIndex) -> np.random.Generator:
+        """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.
+
+        Noise drawn for each row of the global batch this way does not depend on how many replicas share the batch.
+
+        Raises:
+            OptionTypeError, OptionError: for numbers that are no ints, or negative.
+        """
+        # SeedSequence strings all numbers together in words of 32 bits: two each keep (2**32,) from being (0, 1).
+        checked = [checked_count("Streams.at", "number", number, least=0) for number in numbers]
+        return self._generator(_NUMBERED, *(word for number in checked for word in divmod(number, 2**32)))
+
+    def _generator(self, *key: int) -> np.random.Generator:
+        refuse_in_jax_trace("Strategy.rng")
+        return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key))
+
+
 # ----------------------------------------------------------------------------------------------- reduce along an axis
 
 
@@ -833,7 +903,7 @@ def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
         if 0 in (array.shape[axis] for axis in axes):
             shape = [length for axis, length in enumerate(array.shape) if axis not in axes]
             return placed_as(np.full(shape, identity(dtype, op), dtype), array)
-        return (minimum if op is ReduceOp.MIN else maximum).reduce(array.astype(dtype, copy=False), axes)
+        return COMBINE[op.value].reduce(array.astype(dtype, copy=False), axes)
 
 
 # -------------------------------------------------------------------------------------------------- assert_mirrored
@@ -870,7 +940,8 @@ def _diverged(where: str, differing: Sequence[tuple[Variable, list[int], str]], 
         where,
         found=f"copies that differ in {len(differing)} of {count} variables",
         expected="the same bits on every rank",
-        fix="\n".join(["These differ:", *rows, *more, _FIX]),
+        fix="\n".join(["These differ:", *rows, *more, ""])
+        + "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables.",
     )
     error.variables = tuple(var.name for var, _, _ in differing)
     error.ranks = tuple(sorted({rank for _, ranks, _ in differing for rank in ranks}))

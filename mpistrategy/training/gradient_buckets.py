@@ -14,7 +14,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed, whole_number
+from mpistrategy.objects.settings import Fixed, checked_count
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.replica_context import ReplicaContext
@@ -107,7 +107,7 @@ class GradientBuckets:
         where = "GradientBuckets.ready"
         refuse_in_jax_trace(where)
         is_variable = isinstance(which, Variable)
-        number = self._index.get(id(which), -1) if is_variable else whole_number(where, "which", which)
+        number = self._index.get(id(which), -1) if is_variable else checked_count(where, "which", which, least=None)
         if not 0 <= number < len(self.variables):
             raise OptionError.at(
                 where, found=f"{which!r}", expected=f"one of the {len(self.variables)} variables of these buckets"

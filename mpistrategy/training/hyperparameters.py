@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Setting, checked_number, not_negative, one_of
+from mpistrategy.objects.settings import Setting, checked_number, one_of
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.variables.variable import Variable
 
@@ -41,7 +41,7 @@ def follow(optimizer: object, schedule: Callable[[int], float], step: int) -> No
     if getattr(value, "shape", None) == ():
         value = np.asarray(value)[()]  # an array of one number, of any library
     where, name = type(optimizer).__name__, f"learning_rate({step})"
-    rate = checked_number(where, name, value, "a number from 0 on from the schedule", not_negative)
+    rate = checked_number(where, name, value, "a number from 0 on from the schedule")
     optimizer.__dict__["learning_rate"] = rate
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex
 import numpy as np
 
 from mpistrategy import context
+from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import (
     DeviceArray,
     are_apart,
@@ -38,7 +39,7 @@ from mpistrategy.arrays.values import (
     Reducible,
     event_of_reads,
     local_component,
-    may_differ,
+    parts_of,
 )
 from mpistrategy.context import Mode
 from mpistrategy.errors import (
@@ -140,8 +141,11 @@ class Write:
             return value  # type: ignore[no-any-return]
         where = self.full_name
         if storage.dtype.kind in _NOT_FOR_KINDS.get(self.method, ""):
-            expected = "a dtype that can be compared" if self.method == "scatter_max" else "a numeric dtype"
-            raise DTypeError.at(where, found=f"a variable of dtype {dtype_name(storage.dtype)}", expected=expected)
+            raise DTypeError.at(
+                where,
+                found=f"a variable of dtype {dtype_name(storage.dtype)}",
+                expected="a numeric dtype; for a maximum one that can be compared",
+            )
         if self.method in SPARSE:
             return _checked_slices(storage, local_component(value), where)
         value = plain(value)
@@ -180,14 +184,15 @@ class Policy(NamedTuple):
     """One row of the table: how a variable is read and written in one context.
 
     Attributes:
-        read: `read_value`, and with it arithmetic, comparison, indexing and conversion; given the call's name=.
+        read: `read_value`, and with it arithmetic, comparison, indexing and conversion; given variables of one policy,
+            which are read together, and the call's name=.
         assign: `assign`.
         add: `assign_add` and `assign_sub`.
         scatter_add: `scatter_add` and `scatter_sub`.
         scatter_set: `scatter_update` and `scatter_max`.
     """
 
-    read: Callable[[Variable, str | None], Array]
+    read: Callable[[Sequence[Variable], str | None], list[Array]]
     assign: Callable[[Write], None]
     add: Callable[[Write], None]
     scatter_add: Callable[[Write], None]
@@ -289,10 +294,10 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
                 array = converted(
                     host_array(array), variable_dtype, f"Variable {own_name!r} with dtype={dtype_name(variable_dtype)}"
                 )
-            on_device = _device_memory(communicator, variable_dtype, array.shape)
+            on_device = _on_gpu(communicator, array)
             call.agree(
                 "create",
-                op=f"{self.synchronization.name}/{self.aggregation.name}",
+                op=self._kind,
                 values=((dtype_name(variable_dtype), array.shape),),
                 destination="the host" if on_device is None else "a GPU",
             )
@@ -304,11 +309,8 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
-                storage, slot = on_device, None
                 call.expect_more()
-                [root_value] = broadcast(communicator, [placed_as(array, on_device)], 0, call)
-                with on_device.device:
-                    storage[...] = root_value
+                (storage,), slot = broadcast(communicator, [on_device], 0, call), None
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         number = extended._variables_made
         self.name = f"Variable_{number}" if name is None else name
@@ -319,7 +321,11 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         self._view: Array = (view := storage.view())
         if not is_on_device(view):  # CuPy has no read-only arrays
             view.flags.writeable = False
-        self._policies: dict[Mode, Policy] = _policies_of(self)
+        self._policies: dict[Mode, Policy] = dict.fromkeys(Mode, LOCAL)
+        if not is_alone:
+            self._policies = {mode: POLICIES[self.synchronization, self.aggregation, mode] for mode in Mode}
+        elif strategy._is_default and self.synchronization is VariableSynchronization.ON_READ:
+            self._policies[Mode.CROSS_REPLICA] = LOCAL._replace(read=own_if_alone)
         #: Names this variable when ranks compare their calls; names need not be unique.
         self._key: str = f"{self.name} (variable {number})"
         extended._variables[number] = self
@@ -330,16 +336,6 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     # ------------------------------------------------------------------------------------------- what it is
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape; reading it never communicates."""
-        return self._storage.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype; reading it never communicates."""
-        return self._storage.dtype
-
-    @property
     def local_view(self) -> Array:
         """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
         if in_jax_trace():
@@ -347,12 +343,18 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         return self._view
 
     def _contribution(self) -> Array:
-        """Return this replica's copy: its value in a reduction."""
-        return self.local_view
+        return self._view
 
-    def _may_differ(self) -> bool:
-        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._reducer.is_alone
-        return own_copies and self._policy("reading a variable").read is own
+    @property
+    def _kind(self) -> str:
+        """Its synchronization and aggregation, for messages."""
+        return f"{self.synchronization.name}/{self.aggregation.name}"
+
+    @property
+    def _is_own_here(self) -> bool:
+        """Whether a read here returns a copy that may differ from those of other replicas."""
+        is_own = self._policy("reading a variable").read is own
+        return is_own and self.synchronization is _ON_READ and not self._reducer.is_alone
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise CopyError.at(
@@ -366,13 +368,9 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         """Return a copy of the value on the host, read as by `read_value`; ``v[...]`` is a view of the variable."""
         return np.array(host_array(self._read(name)), copy=True)
 
-    def __len__(self) -> int:
-        return len(self._storage)
-
     def __repr__(self) -> str:
-        policy = f"{self.synchronization.name}/{self.aggregation.name}"
         stored = np.array2string(host_array(self._storage), threshold=8, separator=", ")
-        return f"<Variable {self.name!r} shape={self.shape} dtype={dtype_name(self.dtype)} {policy}, here {stored}>"
+        return f"<Variable {self.name!r} shape={self.shape} dtype={dtype_name(self.dtype)} {self._kind}, here {stored}>"
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -399,7 +397,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
         return copy_of(self.local_view)  # type: ignore[no-any-return]
 
     def _read(self, name: str | None = None) -> Array:
-        return self._policy("reading a variable").read(self, name)
+        return self._policy("reading a variable").read([self], name)[0]
 
     def _array(self, name: str) -> Array:
         # A method that communicated would hang a program that calls it on one rank, as it may with an array.
@@ -538,6 +536,12 @@ def _of_dtype(storage: Array, value: Any, where: str) -> Array:
     return converted(array, storage.dtype, where)
 
 
+def may_differ(value: Any) -> bool:
+    """Return whether a nest has values that may differ by replica: a PerReplica, or a copy of a variable."""
+    leaves = [part for leaf in nest.flatten(value)[0] for part in parts_of(leaf)]
+    return any(isinstance(leaf, PerReplica) or (isinstance(leaf, Variable) and leaf._is_own_here) for leaf in leaves)
+
+
 def differing(where: str, why: str) -> OptionTypeError:
     """Return the error for a PerReplica where all replicas must write the same value."""
     return OptionTypeError.at(
@@ -624,54 +628,43 @@ def _checked_dtype(dtype: Any, is_mean: bool) -> np.dtype[Any]:
 # ----------------------------------------------------------------------------------------------------- reads
 
 
-def own(variable: Variable, called: str | None) -> Array:
-    """Return this replica's copy; never communicates."""
-    return variable.local_view
+def own(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return this replica's copies; never communicates."""
+    return [variable.local_view for variable in variables]
 
 
-def own_if_alone(variable: Variable, called: str | None) -> Array:
-    """Return the copy of a variable of the default strategy; refuse it if other ranks have one."""
+def own_if_alone(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return the copies of variables of the default strategy; refuse it if other ranks have some."""
     if context.has_peers():
         raise ContextError.at(
-            f"reading {variable.name!r}",
+            f"reading {variables[0].name!r}",
             found="an ON_READ variable of this rank alone, which was made before the strategy of several ranks",
             expected="one that belongs to a strategy, whose copies this call combines",
             fix="Make it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a "
             "OneDeviceStrategy.",
         )
-    return variable.local_view
+    return own(variables, called)
 
 
-def summed(variable: Variable, called: str | None) -> Array:
-    """Return the sum or the mean of all copies.  Collective."""
-    return _sums_of([variable], called)[0]
-
-
-def read_together(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    """Return the values of variables of one policy: in one call, where their copies are added up."""
-    if all(variable._policy("reading a variable").read is summed for variable in variables):
-        return _sums_of(variables, called)
-    return [variable._read(called) for variable in variables]
-
-
-def _sums_of(variables: Sequence[Variable], called: str | None) -> list[Array]:
+def summed(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return the sum or the mean of all copies of each.  Collective."""
     reducer, op = variables[0]._reducer, _REDUCE_OPS[variables[0].aggregation]
     names = ", ".join([variable._key for variable in variables])
     with Call(reducer.communicator.guard, "reading a variable", called, names) as call:
-        return reducer.all_reduce_arrays(call, op, [variable.local_view for variable in variables])
+        return reducer.all_reduce_arrays(call, op, own(variables, called))
 
 
-def first(variable: Variable, called: str | None) -> Array:
-    """Return replica 0's copy.  Collective."""
-    with Call(variable._reducer.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
-        value: Array = broadcast(variable._reducer.communicator, [variable.local_view], 0, call)[0]
-        return value
+def first(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return replica 0's copies.  Collective."""
+    communicator, names = variables[0]._reducer.communicator, ", ".join([variable._key for variable in variables])
+    with Call(communicator.guard, "reading a variable", called, names) as call:
+        return broadcast(communicator, own(variables, called), 0, call)
 
 
-def no_read(variable: Variable, called: str | None) -> Array:
+def no_read(variables: Sequence[Variable], called: str | None) -> list[Array]:
     """Refuse the read: the copies may differ, and no aggregation combines them."""
     raise AggregationError.at(
-        f"reading {variable.name!r}",
+        f"reading {variables[0].name!r}",
         found="an ON_READ variable with aggregation NONE in cross-replica context",
         expected="an aggregation that combines the replicas' values",
         fix="Create it with an aggregation, or read this replica's copy in a step function.",
@@ -769,9 +762,7 @@ def share_of(value: Array, rank: int, size: int) -> Array:
 
 def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) -> Callable[[Write], None]:
     def refuse(write: Write) -> None:
-        variable = write.variable
-        policy = f"{variable.synchronization.name}/{variable.aggregation.name}"
-        raise kind.at(write.full_name, found=f"{found} ({policy})", expected=expected, fix=fix)
+        raise kind.at(write.full_name, found=f"{found} ({write.variable._kind})", expected=expected, fix=fix)
 
     return refuse
 
@@ -825,57 +816,41 @@ POLICIES: Mapping[tuple[VariableSynchronization, VariableAggregation, Mode], Pol
     (_ON_WRITE, _MEAN,  _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   not_sum),
     (_ON_WRITE, _FIRST, _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
 
-    (_ON_WRITE, _NONE,  _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
-    (_ON_WRITE, _SUM,   _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
-    (_ON_WRITE, _MEAN,  _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
-    (_ON_WRITE, _FIRST, _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    **dict.fromkeys(  # in an update, whatever the aggregation
+        [(_ON_WRITE, aggregation, _UPDATE) for aggregation in VariableAggregation],
+                                  Policy(own,     mirrored,   mirrored,   mirrored,   mirrored)),
 
-    # Every replica has its own copy.  A cross-replica read combines the copies; after a cross-replica assign, it
-    # returns the assigned value.
-    (_ON_READ,  _NONE,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _SUM,   _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _MEAN,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _FIRST, _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+    # Every replica has its own copy, which it uses in a step function and in an update, whatever the aggregation.  A
+    # cross-replica read combines the copies; after a cross-replica assign, it returns the assigned value.
+    **dict.fromkeys(
+        [(_ON_READ, aggregation, mode) for aggregation in VariableAggregation for mode in (_STEP, _UPDATE)],
+                                  Policy(own,     alone,      alone,      no_rows,    no_rows)),
 
     (_ON_READ,  _NONE,  _CROSS):  Policy(no_read, alike,      alike,      no_rows,    no_rows),
     (_ON_READ,  _SUM,   _CROSS):  Policy(summed,  shared,     n_times,    no_rows,    no_rows),
     (_ON_READ,  _MEAN,  _CROSS):  Policy(summed,  alike,      alike,      no_rows,    no_rows),
     (_ON_READ,  _FIRST, _CROSS):  Policy(first,   alike,      alike,      no_rows,    no_rows),
-
-    (_ON_READ,  _NONE,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _SUM,   _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _MEAN,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
-    (_ON_READ,  _FIRST, _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
 }  # fmt: skip
 
 #: A variable of one rank (of the default strategy or a OneDeviceStrategy), in every context.
 LOCAL = Policy(own, alone, alone, alone, alone)
 
 
-def _policies_of(variable: Variable) -> dict[Mode, Policy]:
-    if not variable._reducer.is_alone:
-        return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}
-    policies = dict.fromkeys(Mode, LOCAL)
-    if variable.strategy._is_default and variable.synchronization is VariableSynchronization.ON_READ:
-        policies[Mode.CROSS_REPLICA] = LOCAL._replace(read=own_if_alone)
-    return policies
-
-
 # ------------------------------------------------------------------------------------------------ their memory
 
 
-def _device_memory(communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
-    """Return GPU memory for a variable; None for a variable on the host.
+def _on_gpu(communicator: Ranks, array: Any) -> DeviceArray | None:
+    """Return a copy of an array on this rank's GPU, for a variable there; None for a variable on the host.
 
     Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
     and each read would wait for the GPU.
     """
     index = gpu_of(communicator.devices, communicator.rank)
-    if not shape or index is None:
+    if not array.shape or index is None:
         return None
     cupy = cupy_for("a variable on a GPU")
     with cupy.cuda.Device(index):
-        return cupy.empty(shape, dtype)
+        return cupy.array(array, order="C")
 
 
 #: The first slab is small: many strategies have few small variables.  Each later slab is twice as large, up to a limit,
@@ -923,7 +898,7 @@ class VariableStorage:
         If a rank has no memory, all ranks raise.
         """
         nbytes = max(ALIGNMENT, aligned(math.prod(shape) * dtype.itemsize))
-        slot = self._slot(communicator, nbytes) if communicator.size > 1 else None
+        slot = self._slot(communicator, nbytes) if communicator.shares_memory else None
         if slot is None:
             return communicator.guard.on_all(partial(np.empty, shape, dtype)), None
         return np.ndarray(shape, dtype, slot.slab.own_segment[slot.offset : slot.offset + nbytes]), slot
@@ -938,7 +913,6 @@ class VariableStorage:
         slab = communicator.shared(max(nbytes, usual))
         if not slab.is_shared:
             self._next_bytes = 0
-            return None
-        if nbytes < usual:  # a larger variable has a slab for itself
+        elif nbytes < usual:  # a larger variable has a slab for itself
             self._slab, self._used, self._next_bytes = slab, nbytes, min(2 * usual, _MOST_SLAB_BYTES)
-        return VariableSlot(slab, 0)
+        return VariableSlot(slab, 0) if slab.is_shared else None

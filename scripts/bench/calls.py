@@ -107,7 +107,7 @@ class SketchedPlan:
         self.plan = usual_plan(ranks, self.layouts, SUM)
         values = tuple((dtype_name(dtype), shape) for dtype, shape in self.layouts)
         self.signature = Signature(
-            "reduce", "SUM", where.structure.text, values, "every rank", "", name or "", "sketch", "" if name else place
+            "reduce", "SUM", where.text, values, "every rank", "", name or "", "sketch", "" if name else place
         )
         self.guard: Any = ranks.guard
         self.digest = digest_of(self.signature)
@@ -124,7 +124,7 @@ class SketchedPlan:
             for target, result in zip(self.where.take(out), results, strict=True):
                 target[...] = result
             return out
-        return self.where.structure.pack([*map(in_kind, results, leaves)])
+        return self.where.pack([*map(in_kind, results, leaves)])
 
 
 class Sketch:

@@ -298,7 +298,6 @@ LOCAL: list[tuple[str, Call, Any]] = [
         for bad, kind in [(-1, ValueError), ("7", TypeError)]
         for make in (lambda bad: lambda s, v: s.rng(bad), lambda bad: lambda s, v: s.rng(0).at(1, bad))
     ],
-    ("rng: 2**64", lambda s, v: s.rng(0).at(2**64), ValueError),
     *[
         (f"CommunicationOptions: {options}", lambda s, v, options=options: CommunicationOptions(**options), kind)
         for options, kind in [
