@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import is_
-from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -41,8 +42,8 @@ from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.inputs import EVERY_RANK, check_order, checked_leaves, resolve, write
-from mpistrategy.reduction.plan import CallPlan, Compared
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.plan import ArraysPlan
+from mpistrategy.reduction.reducer import General, Reducer
 from mpistrategy.reduction.routes import gpu
 from mpistrategy.reduction.routes.host import CommunicatorRoute
 from mpistrategy.reduction.transfer import (
@@ -57,8 +58,6 @@ from mpistrategy.reduction.transfer import (
 )
 
 T = TypeVar("T")
-#: The operation, the path in GPU memory, the dtype between nodes, and whether results are written over the arrays.
-_How: TypeAlias = tuple[ReduceOp, str, str | None, bool]
 
 
 class Arena(ArenaBase[T]):
@@ -139,8 +138,8 @@ class Arena(ArenaBase[T]):
             for view in views:
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
-        #: How it is reduced, by operation, dtype between nodes, and whether in place.
-        self._routes: dict[_How, Transfer] = {}
+        #: How it is reduced, by the kind of call.
+        self._plans: WeakKeyDictionary[General, ArraysPlan] = WeakKeyDictionary()
         self._closed = False
 
     @property
@@ -195,7 +194,7 @@ class Arena(ArenaBase[T]):
             with Call(guard, "Arena.close", anywhere=True) as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
-        self._routes.clear()
+        self._plans.clear()
         self._buckets, self._own_arrays, self._leaves = (), [], []
         self._values = self._result = self._twin = None
 
@@ -235,19 +234,14 @@ class Arena(ArenaBase[T]):
             raise ContextError.at(where, found="an arena after its close()", expected="an open arena")
 
     def _all_reduce(
-        self,
-        reducer: Reducer,
-        reduce_op: Any,
-        call: Call,
-        *,
-        options: CommunicationOptions | None = None,
-        weight: Any = None,
-        out: Any = None,
-        destination: str = "",
+        self, general: General, call: Call, *, weight: Any = None, out: Any = None, destination: str = ""
     ) -> Any:
         """Reduce over all replicas, to all replicas; the caller has entered the guard's call.
 
         Args:
+            general: makes the calls of one kind: the operation, the options, the destination and whether there is an
+                `out` are the same in all of them.
+            call: the public call.
             weight: for MEAN, the weight of this rank's values.
             out: None, the arena or its `values`, which asks for the result in place.
             destination: the destination in words, on which the ranks must agree, too.
@@ -259,72 +253,46 @@ class Arena(ArenaBase[T]):
             ContextError, OptionTypeError, StructureError: see `_check`.
             DTypeError: for a MEAN of integers, which has another dtype, and for MIN and MAX of complex numbers.
         """
-        op, settings = ReduceOp._parse(reduce_op, call.where), reducer.options.merge(options)
-        plan = self._plan(reducer, op, call, settings, out, is_weighted=weight is not None, destination=destination)
-        if plan is not None:
-            return plan.run(call, self, out, None)
-        in_place = self._in_place or out is not None
-        targets, paths = self._leaves if in_place else None, partial(nest.leaf_paths, self._values)
-        results = reducer.all_reduce_leaves(
-            call, op, self._leaves, paths, options=options, weight=weight, targets=targets
-        )
-        return self._values if in_place else self._structure.pack(results)
-
-    def _plan(
-        self,
-        reducer: Reducer,
-        op: ReduceOp,
-        call: Call,
-        options: CommunicationOptions,
-        out: Any,
-        *,
-        is_weighted: bool = False,
-        destination: str = "",
-    ) -> ArenaPlan | None:
-        """Return the plan for reducing the arena in place; None where it is reduced like other arrays.
-
-        Raises:
-            MpiStrategyError: as `_all_reduce`.
-        """
+        reducer, in_place = general.reducer, self._in_place or out is not None
         self._check(reducer, call.where, out)
         call.structure = self._structure.text
-        in_place, is_ordinary = self._in_place or out is not None, is_weighted or not reducer.algorithm._works_in_place
-        if in_place or not is_ordinary:
-            check_dtypes(self._buckets, op, call.where)
-        if is_ordinary:
-            return None
-        how = self._how(reducer, op, options, in_place)
-        compared = f"arena {self._number}, {in_place=}, wire={options.wire}{how[1] and f', path={how[1]}'}"
-        layouts = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
-        signature = Signature(
-            *("reduce an arena", op.value, self._structure.text, layouts, destination, compared),
-            *(call.name, call.where, call.place, call.step),
-        )
-        plan = ArenaPlan(signature, options.timeout_seconds)
-        plan.reducer, plan.how = reducer, how
-        return plan
+        plan = self._plans.get(general)
+        if plan is None:
+            op, options = ReduceOp._parse(general.argument, call.where), general.merged_options
+            is_ordinary = weight is not None or not reducer.algorithm._works_in_place
+            if in_place or not is_ordinary:
+                check_dtypes(self._buckets, op, call.where)
+            if is_ordinary:
+                more = {"options": options, "weight": weight, "targets": self._leaves if in_place else None}
+                paths = partial(nest.leaf_paths, self._values)
+                results = reducer.all_reduce_leaves(call, op, self._leaves, paths, **more)
+                return self._values if in_place else self._structure.pack(results)
+            route = self._route(reducer, op, options, in_place)
+            compared = f"arena {self._number}, {in_place=}, wire={options.wire}"
+            layouts = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
+            signature = Signature("reduce an arena", op.value, "", layouts, destination, compared)
+            plan = self._plans[general] = ArraysPlan(route, signature, options.timeout_seconds)
+        results = plan.run(call, self._own_arrays)
+        if in_place:
+            return self._values
+        return self._structure.pack(self._views(results)) if self._on_device else self._result
 
-    def _how(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> _How:
-        """Return the key of the route of the buckets, which there is from now on."""
+    def _route(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> Transfer:
+        """Return how the buckets are combined."""
         reduced_precision.check(options.wire)
-        path = path_word(options, reducer.algorithm._device_path) if self._on_device else ""
-        how = op, path, options.wire, in_place
-        if how not in self._routes:
-            ranks, wire, buckets = self._communicator, options.wire, self._buckets
-            packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
-            self._routes[how] = (
-                gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
-                if self._on_device
-                else InPlaceRoute(ranks, packs, buckets, op, into_result=not in_place, wire=wire)
-            )
-        return how
+        packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
+        ranks, buckets, wire = self._communicator, self._buckets, options.wire
+        if not self._on_device:
+            return InPlaceRoute(ranks, packs, buckets, op, into_result=not in_place, wire=wire)
+        path = path_word(options, reducer.algorithm._device_path)
+        return gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
 
     def _ways(
         self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str
     ) -> list[tuple[Pack, Way]]:
         """Return the buckets and how `all_reduce` would combine them, for `Strategy.explain`."""
         check_dtypes(self._buckets, op, where)
-        ways = self._routes[self._how(reducer, op, options, self._in_place)].describe(self._own_arrays)
+        ways = self._route(reducer, op, options, self._in_place).describe(self._own_arrays)
         packs = [pack for pack in self._packs if pack.size]
         return [(pack, way) for pack, (_, way) in zip(packs, ways, strict=True)]
 
@@ -341,21 +309,6 @@ class Arena(ArenaBase[T]):
         """Return the ranks that want a result, in words; as `mpistrategy.reduction.inputs.resolve`."""
         is_own = destinations is self or destinations is self._values
         return EVERY_RANK.text if is_own else resolve(destinations, self._communicator, where).text
-
-
-class ArenaPlan(Compared, CallPlan):
-    """The plan of an arena that is reduced in place.  It holds no reference to the arena, which may be closed."""
-
-    reducer: Reducer
-    how: _How
-
-    def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
-        """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
-        value._check(self.reducer, call.where, out)
-        results = self.carry_out(call, value._routes[self.how], value._own_arrays)
-        if self.how[3]:
-            return value._values
-        return value._structure.pack(value._views(results)) if value._on_device else value._result
 
 
 #: More than any arena has: all arrays of a dtype lie in one bucket.

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_cupy, is_on_device
+from mpistrategy.arrays.convert import is_cupy
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored, is_arena
@@ -35,13 +35,14 @@ from mpistrategy.reduction.routes.gpu import move
 from mpistrategy.reduction.routes.host import (
     CommunicatorRoute,
     FirstMessageRoute,
+    MailboxArrays,
     MailboxRoute,
     fits_mailbox,
     fits_message,
     flat_layouts,
     in_mailboxes,
 )
-from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, divide, finish, packs_of, rounded
+from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, finish, packs_of
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
@@ -402,8 +403,13 @@ def normalized(weights: Sequence[float]) -> tuple[list[float], float]:
     return [math.ldexp(weight, -exponent - shift) for weight in weights], math.ldexp(total, -shift)
 
 
-def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) -> Array:
-    """Return this rank's summand, in the `dtype_of_products`: its values times its normalized weight, `factor`."""
+@quietly
+def product(array: Array, weight: float, factor: float) -> Array:
+    """Return this rank's summand: its values times its normalized weight, `factor`.
+
+    For integers it is of float64, which no wire= rounds.
+    """
+    dtype = np.dtype(np.float64) if array.dtype.kind in "iu" else wire_dtype(array.dtype)
     if weight == 0:
         return np.zeros_like(array, dtype)
     # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
@@ -413,26 +419,14 @@ def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) ->
     return products.astype(dtype, copy=False)
 
 
-def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values times weights are summed.  For integers: float64, which no wire= rounds."""
-    return np.dtype(np.float64) if dtype.kind in "iu" else wire_dtype(dtype)
-
-
-def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """Return the layouts of the products, which are summed."""
-    return tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
-
-
 class WeightedMeans(Transfer):
-    """The weighted means of arrays.
+    """The weighted means of small arrays, which lie in the mailboxes beside the weight and the check of the call.
 
-    On a node small arrays lie in the mailboxes, beside the weight and the check of the call, and each rank adds up the
-    arrays of all ranks in float64.  Else the ranks learn the weights with the check, and then add up the products.
+    Each rank adds up the arrays of all ranks in float64.
 
     Args:
-        ranks: the ranks that take part.
         layouts: dtype and shape of each array.
-        sums: adds up the products.
+        boxes: the arrays of all ranks, after their weights.
 
     Attributes:
         weight: of this rank's arrays; set before each call.
@@ -440,64 +434,49 @@ class WeightedMeans(Transfer):
 
     weight: float
 
-    def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], sums: Transfer) -> None:
-        self._ranks, self._sums = ranks, sums
-        self.layouts = layouts
+    def __init__(self, layouts: tuple[Layout, ...], boxes: MailboxArrays) -> None:
+        self.layouts, self._in_mailboxes = layouts, boxes
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
-        self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
-        self._weights = NumbersOfRanks(ranks, 1)
-        #: For the mailboxes: the dtype of each mean, and that of its products.
-        self._wide = [(mean_dtype(dtype), np.result_type(dtype, np.float64)) for dtype, _ in layouts]
-        #: The weights of the latest call in the mailboxes, and what follows from them: the ranks that count, with their
-        #: normalized weights, and the sum of these.
+        self._dtypes_of_products = [np.result_type(dtype, np.float64) for dtype, _ in layouts]
+        #: The weights of the latest call, and what follows from them: the ranks that count, with their normalized
+        #: weights, and the sum of these.
         self._latest: tuple[Any, Any, Any] = None, None, None
-        # Other routes keep the algorithm's own order of additions: the order of the values, say.
-        is_small = isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute)
-        self._in_mailboxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Give the weight, and small arrays, before the ranks agree on the call."""
-        if self._in_mailboxes is None:
-            return self._weights.bring(self.weight)
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Give the weight and the arrays, before the ranks agree on the call."""
         self._in_mailboxes.put([self.weight, *arrays])
-        return None
 
-    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: None) -> list[Array]:
         """Return the means; NaN where all weights are 0."""
-        if self._in_mailboxes is not None:
-            with np.errstate(all="ignore"):
-                return self._means_here(self._in_mailboxes.arrays_of_ranks())
-        me, weights = self._ranks.rank, self._weights.numbers_of_ranks(memory).ravel().tolist()
-        factors, total = normalized(weights)
-        work = partial(self._products_and_memory, arrays, weights[me], factors[me])
-        products, rooms, memory_of_sums = self._ranks.guard.on_all(work)
-        sums = self._sums.run(products, memory_of_sums)
-        return [*map(rounded, [divide(array, total) for array in sums], self.results, rooms)]
-
-    def _means_here(self, arrays_of_ranks: list[list[Array]]) -> list[Array]:
-        """Return the means of the arrays in the mailboxes."""
+        arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
         weights = [float(arrays[0]) for arrays in arrays_of_ranks]
-        if weights != self._latest[0]:
-            factors, total = normalized(weights)
-            # Where all weights are 0, the means are NaN.
-            shares = [(rank, np.asarray(factor)) for rank, factor in enumerate(factors) if weights[rank] or total == 0]
-            self._latest = weights, shares, np.asarray(total)
-        _, shares, divisor = self._latest
-        means = []
-        for number, (dtype, wide) in enumerate(self._wide, 1):
-            products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
-            means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
+        with np.errstate(all="ignore"):
+            if weights != self._latest[0]:
+                factors, total = normalized(weights)
+                ranks = [
+                    rank for rank, weight in enumerate(weights) if weight or total == 0
+                ]  # NaN if all weights are 0
+                self._latest = weights, [(rank, np.asarray(factors[rank])) for rank in ranks], np.asarray(total)
+            _, shares, divisor = self._latest
+            means = []
+            for number, (dtype, wide) in enumerate(zip(self.results, self._dtypes_of_products), 1):  # noqa: B905
+                products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
+                means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
         return means
 
-    @quietly
-    def _products_and_memory(self, arrays: Sequence[Array], weight: float, factor: float) -> tuple[Any, Any, Any]:
-        """Return the products, memory for means of another dtype than their sums, and memory for the sums."""
-        products = [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
-        rooms = [
-            None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
-            for array, dtype in zip(products, self.results, strict=True)
-        ]
-        return products, rooms, self._sums.bring(products)
+
+def weighted_means(ranks: Ranks, layouts: tuple[Layout, ...], means: Transfer | None) -> WeightedMeans | None:
+    """Return how weighted means travel with the check of the call; None for arrays whose products are summed.
+
+    Args:
+        ranks: the ranks that take part.
+        layouts: dtype and shape of each array.
+        means: how their plain means are taken.
+    """
+    # Other routes keep the algorithm's own order of additions: the order of the values, say.
+    is_small = isinstance(means, Plan) and isinstance(means.route, MailboxRoute)
+    boxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
+    return None if boxes is None else WeightedMeans(layouts, boxes)
 
 
 class WeightedPlan(NestPlan):

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import ON_A_GPU, any_array, as_target, hand_back, is_cupy, is_on_device, layout_of
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array, dtype_name, mean_dtype
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -41,22 +41,25 @@ from mpistrategy.reduction.plan import (
     CallPlan,
     DevicePlan,
     NestPlan,
-    WeightedMeans,
+    NumbersOfRanks,
     WeightedPlan,
     checked_weight,
     in_place_targets,
     kind_of,
-    sums_of,
+    normalized,
+    product,
+    weighted_means,
 )
 from mpistrategy.reduction.transfer import (
     Layout,
     Pack,
-    Targets,
     Transfer,
     Way,
     counted,
+    divide,
     is_simple,
     layouts_of,
+    rounded,
     ways_in_words,
 )
 
@@ -205,7 +208,7 @@ class AllReduce(General):
         """Return the reduction; see `CallPlan.run`."""
         reducer = self.reducer
         if is_arena(value):
-            return value._all_reduce(reducer, self.argument, call, options=self.options, weight=weight, out=out)
+            return value._all_reduce(self, call, weight=weight, out=out)
         leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
         targets = leaves_like(out, structure, call.where)
@@ -214,13 +217,11 @@ class AllReduce(General):
         return structure.pack(reducer.all_reduce_leaves(call, op, leaves, paths, num_none=structure.num_none, **more))
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
-        """Return the plan of arenas, and of nests of arrays and numbers; see `General.plan`."""
+        """Return the plan of nests of arrays and numbers; see `General.plan`."""
         reducer, options, is_weighted = self.reducer, self.merged_options, weight is not None
         op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
         is_plain = destination is None and not is_weighted
-        if is_arena(value):
-            return value._plan(reducer, op, call, options, out) if is_plain else None
-        where = self.leaves_of(value, out)
+        where = None if is_arena(value) else self.leaves_of(value, out)
         if where is None or (is_weighted and op is not ReduceOp.MEAN):
             return None
         leaves = where.take(value)
@@ -232,11 +233,9 @@ class AllReduce(General):
         if is_on_gpu and op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
             return None  # whose mean has another dtype
         kind = WeightedPlan if is_weighted else DevicePlan if is_on_gpu else NestPlan
-        transfer = (
-            reducer.weighted_means(layouts, options)
-            if is_weighted
-            else reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
-        )
+        transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
+        if is_weighted:
+            transfer = weighted_means(reducer.communicator, layouts, transfer)
         is_elsewhere = out is not None and destination is None and not is_on_gpu
         if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
             return None
@@ -389,18 +388,32 @@ class Reducer:
         weight: Any,
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Return the weighted means of dense arrays."""
-        ranks, layouts = self.communicator, layouts_of(arrays)
-        own_weight, sums = checked_weight(weight, op, call.where), _ByAlgorithm(self, call, options, components)
-        means = None if any(map(is_on_device, arrays)) else self.weighted_means(layouts, options)
-        means = means or WeightedMeans(ranks, layouts, sums)
-        means.weight = own_weight
-        values, settings = tuple(map(layout_of, arrays)), self.algorithm._settings(options)
-        memory = means.bring(arrays)
+        """Return the weighted means of dense arrays.
+
+        The ranks learn the weights with the check, and then add up the products; small arrays come with the weights.
+        """
+        ranks, layouts, on_host = self.communicator, layouts_of(arrays), not any(map(is_on_device, arrays))
+        own_weight, settings = checked_weight(weight, op, call.where), self.algorithm._settings(options)
+        weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
+        means = weighted_means(ranks, layouts, self.plan_for(layouts, op, options)) if on_host else None
+        if means is not None:
+            means.weight = own_weight
+        memory = weights.bring(own_weight) if means is None else means.bring(arrays)
+        values = tuple(map(layout_of, arrays))
         call.agree("reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings, sparingly=True)
-        results = means.run(arrays, memory)
-        ranks.guard.wait_for_gpu(sums.read)
-        return results
+        if means is not None:
+            return means.run(arrays, None)
+        factors, total = normalized(weights.numbers_of_ranks(memory).ravel().tolist())
+        call.expect_more()
+        products = [product(array, own_weight, factors[ranks.rank]) for array in arrays]
+        dtypes = [mean_dtype(array.dtype) for array in arrays]
+        rooms = [
+            None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
+            for array, dtype in zip(products, dtypes, strict=True)
+        ]
+        ranks.guard.wait_for_gpu(event_of_reads(components))
+        sums = self.all_reduce_arrays(call, ReduceOp.SUM, products, None if options == self.options else options)
+        return [*map(rounded, [divide(array, total) for array in sums], dtypes, rooms)]
 
     def plan_for(
         self,
@@ -419,11 +432,6 @@ class Reducer:
         if not self.algorithm._has_plans:
             return None
         return self.algorithm._transfer(self.communicator, layouts, op, options, destination, on_gpu=on_gpu)
-
-    def weighted_means(self, layouts: tuple[Layout, ...], options: CommunicationOptions) -> WeightedMeans | None:
-        """Return how weighted means of arrays on the host are taken; None where the algorithm is asked each time."""
-        plan = self.plan_for(sums_of(layouts), ReduceOp.SUM, options)
-        return None if plan is None else WeightedMeans(self.communicator, layouts, plan)
 
     def all_reduce_arrays(
         self,
@@ -504,35 +512,6 @@ def _nbytes(leaf: Any) -> int:
     if isinstance(part, IndexedSlices):
         return _nbytes(part.values) + _nbytes(part.indices)
     return int(any_array(part).nbytes)
-
-
-class _ByAlgorithm(Transfer):
-    """The sums of an algorithm without plans; made in a call on which the ranks have agreed.
-
-    Args:
-        reducer: has the algorithm.
-        call: the public call.
-        options: of the call.
-        components: the values in the products.
-
-    Attributes:
-        read: the event after reading arrays of other libraries in GPU memory.
-    """
-
-    def __init__(self, reducer: Reducer, call: Call, options: CommunicationOptions, components: Sequence[Any]) -> None:
-        self._reducer, self._call, self._options, self._components = reducer, call, options, components
-        self.read: Any = None
-
-    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
-        """Leave the products to `run`, which has an agreement of its own."""
-        self.read = event_of_reads(self._components)
-
-    def run(self, arrays: Sequence[Any], memory: None) -> list[Any]:
-        """Return the sums."""
-        self._call.expect_more()
-        reducer, op = self._reducer, ReduceOp.SUM
-        with reducer.entered():
-            return reducer.algorithm._all_reduce_values(self._call, reducer.communicator, op, arrays, self._options)
 
 
 def _plan_or_general(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
