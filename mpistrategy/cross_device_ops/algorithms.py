@@ -436,10 +436,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         memory = []
         for transfer, indices in parts:
             arrays = [values[i] for i in indices]
-            if outs is None or isinstance(transfer, Plan):
-                memory.append(transfer.bring(arrays))
-            else:
-                memory.append(transfer.bring(arrays, transfer.own_results(arrays, [outs[i] for i in indices])))
+            targets_here = None if outs is None else transfer.direct(arrays, [outs[i] for i in indices])
+            memory.append(transfer.bring(arrays, targets_here))
         read = event_of_reads(component for component in components if is_on_device(component))
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
         is_on_host = len(parts) == 1

@@ -288,7 +288,7 @@ class _Begun:
         self._route, self._op, self._settings = route, op, reducer.algorithm._settings(options)
         self._device: Any = self._arrays[0].device
         with self._device:
-            own_results = None if memory is None else route.own_results(self._arrays, memory)
+            own_results = None if memory is None else route.direct(self._arrays, memory)
             self._memory = route.bring(self._arrays, own_results)
             self._stream = ranks.once((_Stream, self._device.id), _Stream)
             self._packed = self._stream.note()

@@ -16,18 +16,18 @@ import numpy as np
 
 from mpistrategy.arrays import devices, nest
 from mpistrategy.arrays.convert import (
-    are_apart,
     array_where_it_is,
     as_device_array,
     check_places,
     host_array,
+    is_cupy,
     is_foreign,
     is_on_device,
     layout_of,
     like_given,
     reducible,
 )
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number, mean_dtype
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     ArrayLike,
@@ -118,31 +118,19 @@ def _on_host(leaf: Any) -> Array:
 
 
 def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
-    """Return whether `out` is a nest like `value` of ordinary arrays, of these dtypes, and of the shapes of arrays."""
+    """Return whether `out` is a nest like `value` of arrays like these, of these dtypes."""
     if not alike(value, out):
         return False
     rows = zip(where.take(out), arrays, dtypes, strict=True)
     return all(
-        type(target) is np.ndarray and (target.dtype, target.shape) == (kind, like.shape) for target, like, kind in rows
+        type(target) is type(like) and (target.dtype, target.shape) == (kind, like.shape) for target, like, kind in rows
     )
 
 
 def writable(targets: Sequence[Array]) -> bool:
     """Return whether results can be written to all targets, and no target occurs twice."""
-    return all(map(_is_writeable, targets)) and (len(targets) == 1 or len({*map(id, targets)}) == len(targets))
-
-
-def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | None] | None:
-    """Return for each array the target itself where its result may be written there while others are read.
-
-    None for an array means that its result is copied there at the end; None instead of a list: all results are.
-    """
-    sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
-    # Arrays that own their memory share none with each other.
-    alone = not sources and all(target.base is None for target in targets)
-    if alone or are_apart([*targets, *sources]):
-        return [target if is_buffer(target) else None for target in targets]
-    return None
+    are_open = is_cupy(targets[0]) or all(map(_is_writeable, targets))
+    return are_open and (len(targets) == 1 or len({*map(id, targets)}) == len(targets))
 
 
 def unpacked(value: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_cupy
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, quietly, sum_dtype_of_mean, wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored, is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
@@ -30,8 +30,8 @@ from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.guard import ALWAYS, time_limit
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable, write
-from mpistrategy.reduction.routes.gpu import move
+from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, in_kind, writable, write
+from mpistrategy.reduction.routes.gpu import GpuRoute
 from mpistrategy.reduction.routes.host import (
     CommunicatorRoute,
     FirstMessageRoute,
@@ -42,7 +42,7 @@ from mpistrategy.reduction.routes.host import (
     flat_layouts,
     in_mailboxes,
 )
-from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, finish, packs_of
+from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, dtypes_of_results, finish, packs_of
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
@@ -73,14 +73,12 @@ class Plan(Transfer):
         self._size = ranks.size
         # Between nodes other memory only costs time.
         self.least_in_place: int = _LEAST_IN_PLACE if ranks.nodes == 1 else 0
-        self.results: list[np.dtype[Any]] = [
-            mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts
-        ]
+        self._results = dtypes_of_results(layouts, op)
         self.writes_targets: bool = route.writes_targets
         #: For each array the operation that is left to do: a division of integers, a rounding (SUM), or None.
         self._left = [
             None if host_wire_dtype(dtype) == dtype == result else op if dtype.kind in "iu" else ReduceOp.SUM
-            for (dtype, _), result in zip(layouts, self.results, strict=True)
+            for (dtype, _), result in zip(layouts, self._results, strict=True)
         ]
         self._is_exact = not any(self._left)
 
@@ -88,7 +86,7 @@ class Plan(Transfer):
         """Take memory for the results, and prepare the route before the ranks agree on the call."""
         if self._is_exact:
             return self.route.bring(arrays, targets)
-        rows = zip(targets or [None] * len(arrays), self.layouts, self.results, self._left, strict=True)
+        rows = zip(targets or [None] * len(arrays), self.layouts, self._results, self._left, strict=True)
         rooms = [None if op is None else _room(target, dtype, shape) for target, (_, shape), dtype, op in rows]
         return rooms, self.route.bring(arrays, targets)
 
@@ -121,13 +119,6 @@ def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     return Plan(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
-def in_place_targets(plan: Transfer, arrays: Sequence[Array]) -> Targets:
-    """Return the arrays that their results may be written over; None where other memory is faster."""
-    if sum([array.nbytes for array in arrays]) < plan.least_in_place:
-        return None
-    return [array if array.flags.c_contiguous else None for array in arrays]
-
-
 def run_plan(
     plan: Transfer, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True
 ) -> list[Array]:
@@ -139,7 +130,7 @@ def run_plan(
         agree: compares the call between the ranks.
         in_place: whether the results are written over them.
     """
-    memory = plan.bring(arrays, in_place_targets(plan, arrays) if in_place else None)
+    memory = plan.bring(arrays, plan.direct(arrays, arrays) if in_place else None)
     agree()
     totals = plan.run(arrays, memory)
     if in_place:
@@ -260,7 +251,7 @@ class ArraysPlan(Compared):
 
 
 class NestPlan(Compared, CallPlan):
-    """The plan of arrays and numbers on the host, alone or in plain nests; `out` is of the kind of the first call.
+    """The plan of arrays and numbers on the host, or of CuPy arrays, in plain nests; `out` is of the first call's kind.
 
     With a destination the results are `Mirrored`, and `out` says where they go.
 
@@ -288,7 +279,8 @@ class NestPlan(Compared, CallPlan):
         self.leaves: Leaves = leaves
         self.transfer: Transfer = transfer
         self.destination: Destination | None = destination
-        self._only_arrays = kinds == _ARRAYS
+        self._is_on_gpu = isinstance(transfer, GpuRoute)
+        self._only_arrays = kinds == _ARRAYS or self._is_on_gpu
         #: Of arrays of other libraries, which are looked at in each call.
         self._layouts = None if kinds <= _ARRAYS | _NUMBERS else transfer.layouts
 
@@ -297,38 +289,18 @@ class NestPlan(Compared, CallPlan):
         leaves, destination = self.leaves.take(value), self.destination
         targets = None if out is None or destination is not None else self.leaves.take(out)
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
-        if arrays is None or not (targets is None or writable(targets)):
+        if arrays is None or not (targets is None or (writable(targets) and (out is value or not self._is_on_gpu))):
             return self.otherwise.run(call, value, out, weight)
-        if targets is None:
-            results = self.carry_out(call, self.transfer, arrays)
-            in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
-            if destination is not None:
-                text = destination.text
-                in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
-            return self.leaves.structure.pack(in_kinds)
-        direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
-        results = self.carry_out(call, self.transfer, arrays, direct_targets)
-        for target, result in zip(targets, results):  # noqa: B905  # `strict` takes as long as a copy
-            if result is not target:
-                target[...] = result
-        return out
-
-
-class DevicePlan(NestPlan):
-    """The plan of nests of CuPy arrays; its transfer is a `GpuRoute`."""
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the reduction; see `CallPlan.run`."""
-        arrays: Any = self.leaves.take(value)
-        route: Any = self.transfer
-        if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
-            return self.otherwise.run(call, value, out, weight)
-        results = self.carry_out(call, route, arrays, None if out is None else route.own_results(arrays, arrays))
-        if out is None:
-            return self.leaves.structure.pack(results)
-        with arrays[0].device:
-            move(results, arrays)
-        return out
+        if targets is not None:
+            results = self.carry_out(call, self.transfer, arrays, self.transfer.direct(arrays, targets))
+            write(results, targets)
+            return out
+        results = self.carry_out(call, self.transfer, arrays)
+        in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
+        if destination is not None:
+            text = destination.text
+            in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
+        return self.leaves.structure.pack(in_kinds)
 
 
 def kind_of(value: Any) -> Any:
@@ -436,7 +408,7 @@ class WeightedMeans(Transfer):
 
     def __init__(self, layouts: tuple[Layout, ...], boxes: MailboxArrays) -> None:
         self.layouts, self._in_mailboxes = layouts, boxes
-        self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
+        self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
         self._dtypes_of_products = [np.result_type(dtype, np.float64) for dtype, _ in layouts]
         #: The weights of the latest call, and what follows from them: the ranks that count, with their normalized
         #: weights, and the sum of these.
@@ -459,7 +431,7 @@ class WeightedMeans(Transfer):
                 self._latest = weights, [(rank, np.asarray(factors[rank])) for rank in ranks], np.asarray(total)
             _, shares, divisor = self._latest
             means = []
-            for number, (dtype, wide) in enumerate(zip(self.results, self._dtypes_of_products), 1):  # noqa: B905
+            for number, (dtype, wide) in enumerate(zip(self._results, self._dtypes_of_products), 1):  # noqa: B905
                 products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
                 means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
         return means

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import ON_A_GPU, any_array, as_target, hand_back, is_cupy, is_on_device, layout_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, mean_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -39,12 +39,10 @@ from mpistrategy.reduction.plan import (
     WEIGHTED,
     ArraysPlan,
     CallPlan,
-    DevicePlan,
     NestPlan,
     NumbersOfRanks,
     WeightedPlan,
     checked_weight,
-    in_place_targets,
     kind_of,
     normalized,
     product,
@@ -57,6 +55,7 @@ from mpistrategy.reduction.transfer import (
     Way,
     counted,
     divide,
+    dtypes_of_results,
     is_simple,
     layouts_of,
     rounded,
@@ -220,28 +219,25 @@ class AllReduce(General):
         """Return the plan of nests of arrays and numbers; see `General.plan`."""
         reducer, options, is_weighted = self.reducer, self.merged_options, weight is not None
         op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
-        is_plain = destination is None and not is_weighted
         where = None if is_arena(value) else self.leaves_of(value, out)
         if where is None or (is_weighted and op is not ReduceOp.MEAN):
             return None
         leaves = where.take(value)
-        is_on_gpu = is_plain and all(map(is_cupy, leaves))
+        is_on_gpu = not is_weighted and all(map(is_cupy, leaves))
         arrays: Any = leaves if is_on_gpu else arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None
         layouts = layouts_of(arrays)
-        if is_on_gpu and op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
-            return None  # whose mean has another dtype
-        kind = WeightedPlan if is_weighted else DevicePlan if is_on_gpu else NestPlan
         transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
         if is_weighted:
             transfer = weighted_means(reducer.communicator, layouts, transfer)
-        is_elsewhere = out is not None and destination is None and not is_on_gpu
-        if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
+        is_elsewhere = out is not None and destination is None
+        if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, dtypes_of_results(layouts, op))):
             return None
         words = WEIGHTED if is_weighted else op.value, where.structure.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
+        kind = WeightedPlan if is_weighted else NestPlan
         return kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)}, destination)
 
 
@@ -406,7 +402,7 @@ class Reducer:
         factors, total = normalized(weights.numbers_of_ranks(memory).ravel().tolist())
         call.expect_more()
         products = [product(array, own_weight, factors[ranks.rank]) for array in arrays]
-        dtypes = [mean_dtype(array.dtype) for array in arrays]
+        dtypes = dtypes_of_results(layouts, op)
         rooms = [
             None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
             for array, dtype in zip(products, dtypes, strict=True)
@@ -446,7 +442,7 @@ class Reducer:
         if options is None and {*map(type, arrays)} == {np.ndarray}:
             plan = self.plan_of_arrays(op, layouts_of(arrays))
             if plan is not None:
-                results = plan.run(call, arrays, in_place_targets(plan.plan, arrays) if in_place else None)
+                results = plan.run(call, arrays, plan.plan.direct(arrays, arrays) if in_place else None)
                 if in_place:
                     write(results, arrays)
                 return results

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import are_apart, is_on_device
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype, is_buffer, mean_dtype, quietly
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
@@ -143,6 +143,11 @@ def own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
+def dtypes_of_results(layouts: tuple[Layout, ...], op: ReduceOp) -> list[np.dtype[Any]]:
+    """Return the dtype of each result."""
+    return [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
+
+
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
     """Return whether arrays of a dtype are reduced as they are.
 
@@ -167,18 +172,31 @@ class Transfer(ABC):
     Attributes:
         packs: the buffers that travel: several arrays in one, or one array by itself.
         layouts: dtype and shape of each array.
-        results: the dtype of each result.
         writes_targets: whether results may be written to their targets at once.
         sparingly: whether `run` needs no barrier before it; see `Call.agree`.
-        least_in_place: from how many bytes on results may be written over the arrays.
+        least_in_place: from how many bytes on results are best written over the arrays.
     """
 
     packs: tuple[Pack, ...] = ()
     layouts: tuple[Layout, ...] = ()
-    results: Sequence[np.dtype[Any]] = ()
     writes_targets: bool = False
     sparingly: bool = True
     least_in_place: int = 0
+
+    def direct(self, arrays: Sequence[Array], targets: Sequence[Any]) -> Targets:
+        """Return for each array the target itself where its result may be written there while others are read.
+
+        None for an array means that its result is copied there at the end; None instead of a list: all results are.
+        """
+        sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
+        is_small = not sources and sum([array.nbytes for array in arrays]) < self.least_in_place
+        if is_small or not self.writes_targets:
+            return None
+        # Arrays that own their memory share none with each other.
+        alone = not sources and all(target.base is None for target in targets)
+        if alone or are_apart([*targets, *sources]):
+            return [target if is_buffer(target) else None for target in targets]
+        return None
 
     @abstractmethod
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:

@@ -291,18 +291,18 @@ class GpuRoute(Transfer):
         self._root = root
         self._ranks, self._op, self._wire, self._in_place = ranks, op, wire, in_place
 
-    def own_results(self, arrays: Sequence[DeviceArray], outs: Sequence[Any]) -> Targets:
-        """Return the targets of arrays that are their own `outs`, and can be reduced where they are."""
-        targets: list[Any] = [None] * len(arrays)
+    def direct(self, arrays: Sequence[DeviceArray], targets: Sequence[Any]) -> Targets:
+        """Return the targets that are their arrays themselves, which can be reduced where they are."""
+        own: list[Any] = [None] * len(arrays)
         for pack in self.packs:
             if len(pack.members) == 1:
                 index = pack.members[0].index
-                targets[index] = own_result(arrays[index], outs[index])
-        own_targets = [target for target in targets if target is not None]
-        return targets if are_apart(own_targets) else None  # memory of two targets would be combined twice
+                own[index] = own_result(arrays[index], targets[index])
+        are_own = are_apart([target for target in own if target is not None])
+        return own if are_own else None  # memory of two targets would be combined twice
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
-        """Pack the arrays into buckets, on the current stream; `targets` are of `own_results`."""
+        """Pack the arrays into buckets, on the current stream; `targets` are of `direct`."""
         prepare(self._ranks, arrays, "a reduction of arrays in GPU memory")
         cupy, own_targets = cupy_for(_WHAT), arrays if self._in_place else targets
         with arrays[0].device:
