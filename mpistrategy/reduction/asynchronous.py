@@ -125,9 +125,9 @@ def start_all_reduce(
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     ranks, arena = reducer.communicator, value if isinstance(value, Arena) else None
     is_on_gpu = type(value) is not np.ndarray and _is_on_device(value)
-    at_once = partial(reducer.run, _CALL, AllReduce, reduce_op, value, options, name, out)
     if ranks.nodes == 1 and not is_on_gpu and arena is None:
-        return AllReduceHandle(at_once())
+        return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
+    at_once = partial(reducer.run, _CALL, AllReduce, reduce_op, value, options, name, out)
     agree, settings = partial(_first_call, ranks.guard, name), reducer.options.merge(options)
     if in_jax_trace():
         agree(lambda: None)  # the call refuses it, and tells the other ranks

@@ -20,7 +20,6 @@ from mpistrategy.arrays.convert import (
     as_device_array,
     check_places,
     host_array,
-    is_cupy,
     is_foreign,
     is_on_device,
     layout_of,
@@ -129,8 +128,7 @@ def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: 
 
 def writable(targets: Sequence[Array]) -> bool:
     """Return whether results can be written to all targets, and no target occurs twice."""
-    are_open = is_cupy(targets[0]) or all(map(_is_writeable, targets))
-    return are_open and (len(targets) == 1 or len({*map(id, targets)}) == len(targets))
+    return all(map(_is_writeable, targets)) and (len(targets) == 1 or len({*map(id, targets)}) == len(targets))
 
 
 def unpacked(value: Any) -> Any:
@@ -280,7 +278,7 @@ def layout_of_slices(slices: IndexedSlices) -> tuple[str, tuple[int, ...]]:
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
     """Copy results into arrays of their dtypes and shapes: arrays in GPU memory all at once, on the current stream."""
     on_gpu: list[tuple[Any, Any]] = []
-    for result, target in zip(results, targets, strict=True):
+    for result, target in zip(results, targets):  # noqa: B905  # `strict` takes as long as a copy
         if is_on_device(target):
             on_gpu.append((as_device_array(result, "a result in GPU memory"), target))
         elif result is not target:

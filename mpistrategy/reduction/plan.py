@@ -289,13 +289,15 @@ class NestPlan(Compared, CallPlan):
         leaves, destination = self.leaves.take(value), self.destination
         targets = None if out is None or destination is not None else self.leaves.take(out)
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
-        if arrays is None or not (targets is None or (writable(targets) and (out is value or not self._is_on_gpu))):
+        fits = targets is None or (out is value if self._is_on_gpu else writable(targets))
+        if arrays is None or not fits:
             return self.otherwise.run(call, value, out, weight)
+        transfer = self.transfer
         if targets is not None:
-            results = self.carry_out(call, self.transfer, arrays, self.transfer.direct(arrays, targets))
-            write(results, targets)
+            direct_targets = transfer.direct(arrays, targets) if transfer.writes_targets else None
+            write(self.carry_out(call, transfer, arrays, direct_targets), targets)
             return out
-        results = self.carry_out(call, self.transfer, arrays)
+        results = self.carry_out(call, transfer, arrays)
         in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
         if destination is not None:
             text = destination.text

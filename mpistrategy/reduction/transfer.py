@@ -172,7 +172,7 @@ class Transfer(ABC):
     Attributes:
         packs: the buffers that travel: several arrays in one, or one array by itself.
         layouts: dtype and shape of each array.
-        writes_targets: whether results may be written to their targets at once.
+        writes_targets: whether `bring` takes targets.
         sparingly: whether `run` needs no barrier before it; see `Call.agree`.
         least_in_place: from how many bytes on results are best written over the arrays.
     """
@@ -189,14 +189,12 @@ class Transfer(ABC):
         None for an array means that its result is copied there at the end; None instead of a list: all results are.
         """
         sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
-        is_small = not sources and sum([array.nbytes for array in arrays]) < self.least_in_place
-        if is_small or not self.writes_targets:
+        if not sources and sum([array.nbytes for array in arrays]) < self.least_in_place:
             return None
         # Arrays that own their memory share none with each other.
-        alone = not sources and all(target.base is None for target in targets)
-        if alone or are_apart([*targets, *sources]):
-            return [target if is_buffer(target) else None for target in targets]
-        return None
+        if (sources or any(target.base is not None for target in targets)) and not are_apart([*targets, *sources]):
+            return None
+        return [target if is_buffer(target) else None for target in targets]
 
     @abstractmethod
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:

@@ -274,6 +274,7 @@ class GpuRoute(Transfer):
     """
 
     sparingly = False
+    writes_targets = True
 
     def __init__(
         self,
