@@ -14,7 +14,7 @@ import pytest
 from replicas import RANK, RANKS, SIZE, OnNodes, all_raise, context, new_variable, outcomes, still_works
 
 import mpistrategy as ms
-from mpistrategy.cross_device_ops import algorithms, ordered
+from mpistrategy.cross_device_ops import algorithms
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum
@@ -171,8 +171,8 @@ FIRST: dict[str, tuple[Callable[[], Any], Sequence[int], Any, str, Callable[[Any
     "rows of replica 0": (ms.MpiAllReduce, APART, collectives, "np.zeros", scattered, np.array([[2.0], [2.0], [1.0]])),
     "an arena of 16-bit floats": (ms.MpiAllReduce, APART, host, "np.empty", in_halves, SUM),
     "a weighted mean": (ms.MpiAllReduce, APART, plan.WeightedMeans, "_products_and_memory", weighted, SQUARES / SUM),
-    "sums in order, equal shares": (ms.OrderedAllReduce, APART, ordered, "room_for_shares", run(1000), SUM),
-    "sums in order, unequal shares": (ms.OrderedAllReduce, APART, ordered, "room_for_shares", run(1001), SUM),
+    "sums in order, equal shares": (ms.OrderedAllReduce, APART, algorithms, "room_for_shares", run(1000), SUM),
+    "sums in order, unequal shares": (ms.OrderedAllReduce, APART, algorithms, "room_for_shares", run(1001), SUM),
     "an accumulation": (put_together, APART, algorithms, "np.empty", run(1000), SUM),
     "a variable's memory": (ms.MpiAllReduce, APART, variable, "np.empty", making_a_variable, 1.0),
 }
