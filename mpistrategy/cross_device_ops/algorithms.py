@@ -36,6 +36,7 @@ from mpistrategy.objects.settings import Fixed, checked_number, checked_type, no
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp, path_word
 from mpistrategy.reduction.collectives import broadcast, by_shares, concatenate, room_for_shares
+from mpistrategy.reduction.gpu import GpuRoute, gpu_packs
 from mpistrategy.reduction.inputs import (
     EVERY_RANK,
     Destination,
@@ -49,9 +50,7 @@ from mpistrategy.reduction.inputs import (
 )
 from mpistrategy.reduction.plan import Plan, summed, usual_route
 from mpistrategy.reduction.reducer import Algorithm
-from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
-from mpistrategy.reduction.routes.host import CommunicatorRoute
-from mpistrategy.reduction.transfer import Layout, Pack, Transfer, Way, finish, layouts_of, packs_of
+from mpistrategy.reduction.transfer import CommunicatorRoute, Layout, Pack, Transfer, Way, finish, layouts_of, packs_of
 
 
 class CrossDeviceOps(Algorithm):

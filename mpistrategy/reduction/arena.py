@@ -40,13 +40,13 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, checked_switch
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.reduction import gpu
 from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.inputs import EVERY_RANK, check_order, checked_leaves, resolve, write
 from mpistrategy.reduction.plan import ArraysPlan
 from mpistrategy.reduction.reducer import General, Reducer
-from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.host import CommunicatorRoute
 from mpistrategy.reduction.transfer import (
+    CommunicatorRoute,
     Member,
     Pack,
     Targets,

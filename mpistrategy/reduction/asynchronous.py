@@ -37,9 +37,9 @@ from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.objects.settings import NotPickled
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
+from mpistrategy.reduction.gpu import GpuRoute
 from mpistrategy.reduction.inputs import EVERY_RANK, check_order, leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer, checked_inputs, outputs_for
-from mpistrategy.reduction.routes.gpu import GpuRoute
 from mpistrategy.reduction.transfer import layouts_of
 
 _WHERE = "ReplicaContext.all_reduce_async"

@@ -47,12 +47,11 @@ from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.settings import checked_switch, whole_number
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction import gpu
 from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind
 from mpistrategy.reduction.plan import CallPlan, Compared, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
-from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.host import in_mailboxes
-from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, layouts_of
+from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, in_mailboxes, layouts_of
 
 Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
 

@@ -50,7 +50,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.routes.gpu import move
+from mpistrategy.reduction.gpu import move
 from mpistrategy.reduction.transfer import Layout
 
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.

@@ -30,19 +30,26 @@ from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.guard import ALWAYS, time_limit
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.gpu import GpuRoute
 from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, in_kind, writable, write
-from mpistrategy.reduction.routes.gpu import GpuRoute
-from mpistrategy.reduction.routes.host import (
+from mpistrategy.reduction.transfer import (
     CommunicatorRoute,
     FirstMessageRoute,
+    Layout,
     MailboxArrays,
     MailboxRoute,
+    Pack,
+    Targets,
+    Transfer,
+    Way,
+    dtypes_of_results,
+    finish,
     fits_mailbox,
     fits_message,
     flat_layouts,
     in_mailboxes,
+    packs_of,
 )
-from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, dtypes_of_results, finish, packs_of
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
