@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -393,7 +393,9 @@ class Replicas:
 
 
 class InPlaceRoute(Transfer):
-    """The route of the buckets of an arena.
+    """The route of the buckets of an arena: in place if the ranks see each other's arrays; else as other arrays go.
+
+    Between nodes, sums of a node are sent from where they are, if some are large and all keep their dtype.
 
     Args:
         ranks: the ranks that take part.
@@ -415,78 +417,56 @@ class InPlaceRoute(Transfer):
         wire: str | None,
     ) -> None:
         self.packs = packs
-        self._ranks = ranks
-        self._buckets = [_Bucket(ranks, bucket, op, bucket.result if into_result else None, wire) for bucket in buckets]
+        self._ranks, self._own_arrays = ranks, [bucket.own_array for bucket in buckets]
+        self._results: list[Any] = [bucket.result for bucket in buckets] if into_result else self._own_arrays
+        self._route = CommunicatorRoute(ranks, packs, op, wire=wire)
+        is_shared, local_rank = buckets[0].is_shared, buckets[0].local_rank
+        self._is_one_result: bool = into_result and is_shared
+        #: Else the first rank of the node writes the result for all.
+        self._writes_here: bool = not self._is_one_result or local_rank == 0
+        keep_dtype = all(host_wire_dtype(array.dtype) == array.dtype for array in self._own_arrays)
+        are_large = "lanes" in map(self._route.name_of, packs)
+        lanes = across_nodes(ranks) if is_shared and keep_dtype and are_large and not ranks.is_simulated else None
+        sees_node = is_shared and (ranks.nodes == 1 or (lanes is not None and lanes.node_sum is not None))
+        #: What combines each bucket where it is; nothing where they go as other arrays.
+        self._in_place: list[Callable[[], None]] = []
+        for bucket in buckets if sees_node else ():
+            dtype, targets = (
+                bucket.own_array.dtype,
+                bucket.arrays if bucket.result is None or not into_result else (bucket.result,),
+            )
+            text, divisor, wire_dtype = (
+                op._on_the_wire,
+                op._divisor(dtype, ranks.size),
+                self._route.dtype_between_nodes(dtype),
+            )
+            self._in_place.append(
+                ShareOfNode(bucket.arrays, targets, text, divisor, local_rank).combine
+                if lanes is None
+                else partial(lanes.in_place, bucket.arrays, targets, text, wire_dtype, divisor)
+            )
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Any]:
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Return the memory that messages need besides the arrays."""
-        return [bucket.bring() for bucket in self._buckets]
+        own_results = self._results if self._writes_here else None
+        return None if self._in_place else self._route.bring(self._own_arrays, own_results)
 
-    def run(self, arrays: Sequence[Array], memory: list[Any]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Combine the buckets on all nodes, and return the arrays with the results."""
         with np.errstate(all="ignore"):
-            for bucket, room in zip(self._buckets, memory, strict=True):
-                if bucket.own_array.size:  # else nodes may have different numbers of ranks
-                    bucket.run(room)
+            for combine in self._in_place:
+                combine()
+            if not self._in_place:
+                if self._is_one_result:
+                    self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
+                totals = self._route.run(self._own_arrays, memory)
+                write(totals if self._writes_here else [], self._results)
         self._ranks.node_barrier()
-        return [bucket.own_array if bucket.result is None else bucket.result for bucket in self._buckets]
+        return self._results
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a bucket is combined; see `Transfer.way`."""
-        return self._buckets[pack.members[0].index].way()
-
-
-class _Bucket:
-    """How one bucket is combined: in place if the ranks see each other's arrays; else it is sent as other arrays are.
-
-    Between nodes, sums of a node that keep their dtype are sent from where they are.  Small sums take one call of MPI.
-    Sums of another dtype are copied.
-    """
-
-    def __init__(self, ranks: Ranks, replicas: Replicas, op: ReduceOp, result: Array | None, wire: str | None) -> None:
-        own_array, text = replicas.own_array, op._on_the_wire
-        self.own_array: Array = own_array
-        self.result: Array | None = result
-        self._ranks, self._replicas, self._op = ranks, replicas, text
-        self._targets: Sequence[Array] = replicas.arrays if result is None else (result,)
-        self._divisor = op._divisor(own_array.dtype, ranks.size)
-        is_written_here = result is None or not replicas.is_shared or replicas.local_rank == 0
-        #: Where messages write the result; None where the first rank of the node writes it for all.
-        self._target: Array | None = (own_array if result is None else result) if is_written_here else None
-        #: The dtype in which sums travel between nodes, where it differs from theirs.
-        self._wire: reduced_precision.Wire = reduced_precision.between_nodes(ranks, wire, own_array.dtype, text)
-        self._route = CommunicatorRoute(ranks, packs_of(layouts_of([own_array]), 1), op, wire=wire)
-        self._share: ShareOfNode | None = None
-        if replicas.is_shared and ranks.nodes == 1:
-            self._share = ShareOfNode(replicas.arrays, self._targets, text, self._divisor, replicas.local_rank)
-        is_split = ranks.nodes > 1 and len(replicas.arrays) > 1
-        sees_node = is_split and not ranks.is_simulated and across_nodes(ranks).node_sum is not None
-        is_sent = self._wire is not None or ranks.route(own_array.nbytes, own_array.dtype, text) == "lanes"
-        #: Whether the sums of the node go to other nodes from where they are.
-        self._by_lanes: bool = sees_node and is_sent and host_wire_dtype(own_array.dtype) == own_array.dtype
-
-    def bring(self) -> Any:
-        """Return the memory that is needed besides the arrays."""
-        is_in_place = self._share is not None or self._by_lanes
-        return None if is_in_place else self._route.bring([self.own_array], [self._target])
-
-    def run(self, memory: Any) -> None:
-        """Combine the bucket, after the agreement."""
-        if self._share is not None:
-            self._share.combine()
-        elif self._by_lanes:
-            lanes = across_nodes(self._ranks)
-            lanes.in_place(self._replicas.arrays, self._targets, self._op, self._wire, self._divisor)
-        else:
-            if self.result is not None and self._replicas.is_shared:
-                self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
-            [total] = self._route.run([self.own_array], memory)
-            if self._target is not None and total is not self._target:
-                np.copyto(self._target, total, casting="unsafe")
-
-    def way(self) -> Way:
-        """Return how the bucket is combined; see `Transfer.way`."""
-        if self._share is None:
-            return self._route.way(self._route.packs[0], [self.own_array])
-        target = "every one" if self.result is None else "the node's one result"
-        return f"where the arrays are, each rank 1/{len(self._replicas.arrays)} of them, into {target}", ()
+        if not self._in_place or self._ranks.nodes > 1:
+            return self._route.way(pack, self._own_arrays)
+        target = "the node's one result" if self._is_one_result else "every one"
+        return f"where the arrays are, each rank 1/{self._ranks.size} of them, into {target}", ()

@@ -351,14 +351,14 @@ class CommunicatorRoute(Transfer):
         self._ranks, self._text, self._name, self._wire = ranks, op._on_the_wire, name, wire
         self._reduce_pair, self._combination = reduce_pair, combination
         self._nbytes = sum(pack.nbytes for pack in packs)
-        self._node = ranks.node_sum if "node_sum" in map(self._name_of, packs) else None
+        self._node = ranks.node_sum if "node_sum" in map(self.name_of, packs) else None
         self._divisors = {pack.dtype: op._divisor(pack.dtype, ranks.size) for pack in packs}
 
-    def _name_of(self, pack: Pack) -> RouteName:
+    def name_of(self, pack: Pack) -> RouteName:
         """Return the name of the way that a pack takes."""
         if self._name is not None:
             return self._name
-        if self._dtype_between_nodes(pack.dtype) is not None:
+        if self.dtype_between_nodes(pack.dtype) is not None:
             return "lanes"
         route_of_all = self._ranks.route(self._nbytes, pack.dtype, self._text)
         return route_of_all if route_of_all == "node_sum" else self._ranks.route(pack.nbytes, pack.dtype, self._text)
@@ -396,7 +396,7 @@ class CommunicatorRoute(Transfer):
         return results
 
     def _combine(self, dtype: np.dtype[Any], pairs: Sequence[tuple[Array, Array]]) -> None:
-        wire, divisor = self._dtype_between_nodes(dtype), self._divisors[dtype]
+        wire, divisor = self.dtype_between_nodes(dtype), self._divisors[dtype]
         if self._node is not None and self._reduce_pair is None:
             self._node.run(pairs, self._text, divisor, self._combination)
             return
@@ -409,13 +409,14 @@ class CommunicatorRoute(Transfer):
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a pack travels; see `Transfer.way`."""
-        name, copies, wire = self._name_of(pack), copies_of(pack, arrays), self._dtype_between_nodes(pack.dtype)
+        name, copies, wire = self.name_of(pack), copies_of(pack, arrays), self.dtype_between_nodes(pack.dtype)
         stays = name == "node_sum" and pack.nbytes >= LEAST_BYTES
         text, more = _WAYS["node_results" if stays else name]
         text = text if wire is None else f"{text}, as {wire.name} between them"
         return text, (copies or more) if name in ("root", "none") else copies + more
 
-    def _dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
+    def dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
+        """Return the dtype in which sums of a dtype travel between nodes; None for their own."""
         return None if self._wire is None else between_nodes(self._ranks, self._wire, dtype, self._text)
 
 
