@@ -50,7 +50,16 @@ from mpistrategy.reduction.inputs import (
 )
 from mpistrategy.reduction.plan import Plan, summed, usual_route
 from mpistrategy.reduction.reducer import Algorithm
-from mpistrategy.reduction.transfer import CommunicatorRoute, Layout, Pack, Transfer, Way, finish, layouts_of, packs_of
+from mpistrategy.reduction.transfer import (
+    CommunicatorRoute,
+    Layout,
+    Pack,
+    Transfer,
+    finish,
+    layouts_of,
+    packs_of,
+    ways_in_words,
+)
 
 
 class CrossDeviceOps(Algorithm):
@@ -397,10 +406,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         plan: Any = self._transfer(ranks, layouts, op, options, target, on_gpu=False)
         return [(plan, on_host), *([] if route is None else [(route, on_gpu)])], operands
 
-    def _ways(
-        self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
-    ) -> tuple[list[tuple[Pack, Way]], list[str]]:
-        """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
+    def _lines(self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions) -> list[str]:
+        """Return the lines of `Strategy.explain` for these leaves."""
         values = [checked_value(value, op, "Strategy.explain") for value in leaves]
         parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
         ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
@@ -410,7 +417,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             "Mirrored: the same everywhere, nothing is sent": sum(isinstance(value, Mirrored) for value in values),
             "on a GPU: copied to the host, reduced as others are, and copied back": sum(by_host),
         }
-        return ways, [f"{count} {note}" for note, count in counts.items() if count]
+        return [*ways_in_words(ways), *(f"{count} {note}" for note, count in counts.items() if count)]
 
     def _reduce(
         self,

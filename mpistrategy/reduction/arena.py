@@ -9,7 +9,6 @@ from functools import partial
 from itertools import accumulate
 from operator import is_
 from typing import Any, NoReturn, SupportsIndex, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -55,9 +54,12 @@ from mpistrategy.reduction.transfer import (
     layouts_of,
     own_dtype,
     packs_of,
+    ways_in_words,
 )
 
 T = TypeVar("T")
+#: So many plans are kept.
+_MOST_PLANS = 64
 
 
 class Arena(ArenaBase[T]):
@@ -139,7 +141,7 @@ class Arena(ArenaBase[T]):
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
         #: How it is reduced, by the kind of call.
-        self._plans: WeakKeyDictionary[General, ArraysPlan] = WeakKeyDictionary()
+        self._plans: dict[General, ArraysPlan] = {}
         self._closed = False
 
     @property
@@ -271,6 +273,8 @@ class Arena(ArenaBase[T]):
             compared = f"arena {self._number}, {in_place=}, wire={options.wire}"
             layouts = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
             signature = Signature("reduce an arena", op.value, "", layouts, destination, compared)
+            if len(self._plans) >= _MOST_PLANS:  # of calls inside others, whose object is new each time
+                self._plans.clear()
             plan = self._plans[general] = ArraysPlan(route, signature, options.timeout_seconds)
         results = plan.run(call, self._own_arrays)
         if in_place:
@@ -287,14 +291,12 @@ class Arena(ArenaBase[T]):
         path = path_word(options, reducer.algorithm._device_path)
         return gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
 
-    def _ways(
-        self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str
-    ) -> list[tuple[Pack, Way]]:
-        """Return the buckets and how `all_reduce` would combine them, for `Strategy.explain`."""
+    def _lines(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str) -> list[str]:
+        """Return how `all_reduce` would combine the buckets, in the lines of `Strategy.explain`."""
         check_dtypes(self._buckets, op, where)
         ways = self._route(reducer, op, options, self._in_place).describe(self._own_arrays)
         packs = [pack for pack in self._packs if pack.size]
-        return [(pack, way) for pack, (_, way) in zip(packs, ways, strict=True)]
+        return ways_in_words([(pack, way) for pack, (_, way) in zip(packs, ways, strict=True)])
 
     def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
         """Send replica 0's arrays to all replicas, and return `values`; the caller has entered the guard's call."""

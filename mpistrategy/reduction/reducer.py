@@ -50,16 +50,13 @@ from mpistrategy.reduction.plan import (
 )
 from mpistrategy.reduction.transfer import (
     Layout,
-    Pack,
     Transfer,
-    Way,
     counted,
     divide,
     dtypes_of_results,
     is_simple,
     layouts_of,
     rounded,
-    ways_in_words,
 )
 
 
@@ -83,11 +80,9 @@ class Algorithm(ABC):
         """
         return f"{type(self).__name__} reduces them: its routes are not known"
 
-    def _ways(
-        self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
-    ) -> tuple[list[tuple[Pack, Way]], list[str]]:
-        """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
-        return [], [self.explain_implementation(op, len(leaves))]
+    def _lines(self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions) -> list[str]:
+        """Return the lines of `Strategy.explain` for these leaves."""
+        return [self.explain_implementation(op, len(leaves))]
 
     @property
     def _configuration(self) -> str:
@@ -483,24 +478,22 @@ class Reducer:
         """
         where, ranks, algorithm = "Strategy.explain", self.communicator, self.algorithm
         op, settings = ReduceOp._parse(reduce_op, where), self.options.merge(options)
-        arena = value if is_arena(value) else None
+        arena, lines = value if is_arena(value) else None, list[str]()
         if arena is not None:
             arena._check(self, where)
             value = arena.values
         leaves, structure = nest.flatten_without_none(value)
-        ways: list[tuple[Pack, Way]] = []
-        notes: list[str] = []
         if arena is not None and algorithm._works_in_place:
-            ways = arena._ways(self, op, settings, where)
+            lines = arena._lines(self, op, settings, where)
         elif leaves or not (structure.num_none or self.is_alone):
             components, _, _ = checked_inputs(op, leaves, lambda: nest.paths_without_none(value), where, None, None)
-            ways, notes = algorithm._ways(ranks, op, components, settings)
+            lines = algorithm._lines(ranks, op, components, settings)
         if structure.num_none:
-            notes.append(f"{structure.num_none} None: left as None, nothing is sent")
+            lines.append(f"{structure.num_none} None: left as None, nothing is sent")
         subject = f"{op.value} of {counted(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
         place = f"{counted(ranks.size, 'rank')} of {counted(ranks.nodes, 'node')}"
         head = f"all_reduce {subject}, on {place} by {type(algorithm).__name__}"
-        return "\n  ".join([head, *ways_in_words(ways), *notes, f"thresholds: {ranks.thresholds.source}"])
+        return "\n  ".join([head, *lines, f"thresholds: {ranks.thresholds.source}"])
 
 
 def _nbytes(leaf: Any) -> int:
