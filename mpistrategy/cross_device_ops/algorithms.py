@@ -346,9 +346,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return the rank that combines; None: all ranks combine."""
         return destination.only_rank
 
-    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
+    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
-        return concatenate(ranks, slices, op)
+        return concatenate(ranks, slices, op, call)
 
     def batch_reduce_implementation(
         self,
@@ -458,7 +458,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 results[i] = total if target.is_here else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
-                results[i] = self._reduce_slices(ranks, value, op)
+                results[i] = self._reduce_slices(ranks, value, op, call)
                 read = event_of_reads([components[i]]) or read  # an event behind all
             elif isinstance(value, Mirrored):
                 results[i] = value.values[0] if value.values else None
@@ -755,10 +755,10 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         shown = "alltoallv" if names.isdisjoint(("none", "threads")) else names.pop()
         return CommunicatorRoute(ranks, packs, op, shown, partial(combine_by_shares, ranks, text))
 
-    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
+    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return all ranks' rows in the order of their indices, rows with equal indices added up; on the host."""
         slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
-        gathered = concatenate(ranks, slices, ReduceOp.SUM)
+        gathered = concatenate(ranks, slices, ReduceOp.SUM, call)
         dtype = gathered.values.dtype
         indices, counts = np.unique(gathered.indices, return_counts=True)
         order, starts = np.argsort(gathered.indices, kind="stable"), np.cumsum(counts) - counts

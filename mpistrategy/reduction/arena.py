@@ -421,13 +421,13 @@ class InPlaceRoute(Transfer):
         self.packs = packs
         self._ranks, self._own_arrays = ranks, [bucket.own_array for bucket in buckets]
         self._results: list[Any] = [bucket.result for bucket in buckets] if into_result else self._own_arrays
-        self._route = CommunicatorRoute(ranks, packs, op, wire=wire)
+        self._route = CommunicatorRoute(ranks, packs_of(layouts_of(self._own_arrays), 1), op, wire=wire)
         is_shared, local_rank = buckets[0].is_shared, buckets[0].local_rank
         self._is_one_result: bool = into_result and is_shared
         #: Else the first rank of the node writes the result for all.
         self._writes_here: bool = not self._is_one_result or local_rank == 0
         keep_dtype = all(host_wire_dtype(array.dtype) == array.dtype for array in self._own_arrays)
-        are_large = "lanes" in map(self._route.name_of, packs)
+        are_large = "lanes" in map(self._route.name_of, self._route.packs)
         lanes = across_nodes(ranks) if is_shared and keep_dtype and are_large and not ranks.is_simulated else None
         sees_node = is_shared and (ranks.nodes == 1 or (lanes is not None and lanes.node_sum is not None))
         #: What combines each bucket where it is; nothing where they go as other arrays.
@@ -469,6 +469,7 @@ class InPlaceRoute(Transfer):
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a bucket is combined; see `Transfer.way`."""
         if not self._in_place or self._ranks.nodes > 1:
-            return self._route.way(pack, self._own_arrays)
+            [sent] = [other for other in self._route.packs if other.members[0].index == pack.members[0].index]
+            return self._route.way(sent, self._own_arrays)
         target = "the node's one result" if self._is_one_result else "every one"
         return f"where the arrays are, each rank 1/{self._ranks.size} of them, into {target}", ()

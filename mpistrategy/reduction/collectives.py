@@ -178,10 +178,7 @@ class Gathering(Collective):
         self._own_lengths = np.array(self._lengths, np.int64)
         self.sparingly: bool = not any(map(is_on_device, arrays))
         header = layouts_of([self._own_lengths])
-        boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
-        #: Whether this rank's arrays lie in its mailbox.
-        self._fits = boxes is not None
-        self._in_mailboxes = boxes or in_mailboxes(ranks, header, ranks.size)
+        self._in_mailboxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
         if self._in_mailboxes is None:
             self._numbers = NumbersOfRanks(ranks, len(arrays))
 
@@ -199,7 +196,7 @@ class Gathering(Collective):
         else:
             arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
             lengths = np.array([own_arrays[0] for own_arrays in arrays_of_ranks])
-            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
+            if lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
                 return [*map(np.concatenate, [*zip(*arrays_of_ranks, strict=True)][1:], self._axes)]
         blocks = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._ranks, list(zip(blocks, lengths.T.tolist(), strict=True)), self._into)
@@ -384,12 +381,10 @@ class Scattered(General):
 # ------------------------------------------------------------------------------------------------- IndexedSlices
 
 
-def concatenate(communicator: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
+def concatenate(communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
     """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
-    lengths: Array = np.zeros(communicator.size, np.int64)
-    communicator.allgatherv(np.array([slices.values.shape[0]]), [1] * communicator.size, lengths)
-    rows = lengths.tolist()
-    values, indices = gather_all(communicator, [(slices.values, rows), (slices.indices, rows)])
+    call.expect_more()
+    values, indices = gather(communicator, [slices.values, slices.indices], 0, call)
     if op is ReduceOp.MEAN:
         values = communicator.guard.on_all(lambda: divide(values, communicator.size))
     return IndexedSlices(values, indices, slices.dense_shape)

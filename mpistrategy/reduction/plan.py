@@ -23,7 +23,7 @@ import numpy as np
 from mpistrategy.arrays.convert import is_cupy
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.nest import Leaves
-from mpistrategy.arrays.values import Mirrored, is_arena
+from mpistrategy.arrays.values import is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
@@ -300,6 +300,8 @@ class NestPlan(Compared, CallPlan):
         if arrays is None or not fits:
             return self.otherwise.run(call, value, out, weight)
         transfer = self.transfer
+        if weight is not None:
+            transfer.weight = checked_weight(weight, ReduceOp.MEAN, call.where)
         if targets is not None:
             direct_targets = transfer.direct(arrays, targets) if transfer.writes_targets else None
             write(self.carry_out(call, transfer, arrays, direct_targets), targets)
@@ -307,8 +309,7 @@ class NestPlan(Compared, CallPlan):
         results = self.carry_out(call, transfer, arrays)
         in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
         if destination is not None:
-            text = destination.text
-            in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
+            in_kinds = map(destination.mirrored, in_kinds)
         return self.leaves.structure.pack(in_kinds)
 
 
@@ -409,11 +410,7 @@ class WeightedMeans(Transfer):
         layouts: dtype and shape of each array.
         boxes: the arrays of all ranks, after their weights.
 
-    Attributes:
-        weight: of this rank's arrays; set before each call.
     """
-
-    weight: float
 
     def __init__(self, layouts: tuple[Layout, ...], boxes: MailboxArrays) -> None:
         self.layouts, self._in_mailboxes = layouts, boxes
@@ -458,14 +455,3 @@ def weighted_means(ranks: Ranks, layouts: tuple[Layout, ...], means: Transfer | 
     is_small = isinstance(means, Plan) and isinstance(means.route, MailboxRoute)
     boxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
     return None if boxes is None else WeightedMeans(layouts, boxes)
-
-
-class WeightedPlan(NestPlan):
-    """The plan of weighted means of nests of arrays and numbers on the host; its transfer is a `WeightedMeans`."""
-
-    transfer: WeightedMeans
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the means; see `CallPlan.run`."""
-        self.transfer.weight = checked_weight(weight, ReduceOp.MEAN, call.where)
-        return super().run(call, value, out, weight)

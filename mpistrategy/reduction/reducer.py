@@ -41,7 +41,6 @@ from mpistrategy.reduction.plan import (
     CallPlan,
     NestPlan,
     NumbersOfRanks,
-    WeightedPlan,
     checked_weight,
     kind_of,
     normalized,
@@ -232,8 +231,7 @@ class AllReduce(General):
         words = WEIGHTED if is_weighted else op.value, where.structure.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
-        kind = WeightedPlan if is_weighted else NestPlan
-        return kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)}, destination)
+        return NestPlan(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)}, destination)
 
 
 class Reduce(AllReduce):

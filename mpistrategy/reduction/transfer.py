@@ -204,7 +204,10 @@ class Transfer(ABC):
         writes_targets: whether `bring` takes targets.
         sparingly: whether `run` needs no barrier before it; see `Call.agree`.
         least_in_place: from how many bytes on results are best written over the arrays.
+        weight: of this rank's arrays, for weighted means; set before each call.
     """
+
+    weight: float
 
     packs: tuple[Pack, ...] = ()
     layouts: tuple[Layout, ...] = ()
@@ -580,9 +583,6 @@ def flat_layouts(packs: Sequence[Pack]) -> tuple[Layout, ...]:
 # ------------------------------------------------------------------------------------------------- the first message
 
 
-_LOW, _HALF = 0xFFFFFFFF, 32
-
-
 #: How many float64 carry one element exactly, by the kind of its dtype; and the most bytes of such an element.
 _NUMBERS = {"f": (1, 8), "c": (2, 16), "i": (2, 8), "u": (2, 8)}
 
@@ -617,7 +617,7 @@ class FirstMessageRoute(Transfer):
         for dtype, shape in layouts:
             stop = start + int(_numbers_of(dtype)) * prod(shape)
             kind: Any = np.complex128 if dtype.kind == "c" else np.float64
-            full = (2, *shape) if dtype.kind in "iu" else shape
+            full = (*shape, 2) if dtype.kind in "iu" else shape
             numbers, sums = (values[start:stop].view(kind).reshape(full) for values in (message.values, message.sums))
             wire, start = host_wire_dtype(dtype), stop
             self._rows.append((numbers, sums, wire, op._divisor(wire, communicator.size)))
@@ -625,11 +625,9 @@ class FirstMessageRoute(Transfer):
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Write this rank's numbers into the message."""
         for (numbers, _, dtype, _), array in zip(self._rows, arrays, strict=True):
-            if dtype.kind in "iu":
-                number = np.asarray(array).astype(np.uint64)
-                numbers[0], numbers[1] = number & np.uint64(_LOW), number >> np.uint64(_HALF)
-            else:
-                numbers[...] = array
+            if dtype.kind in "iu":  # in two halves
+                array = np.asarray(array).astype(np.uint64, order="C").reshape(*array.shape, 1).view(np.uint32)
+            numbers[...] = array
 
     @quietly
     def run(self, arrays: Sequence[Any], memory: None) -> list[Array]:
@@ -643,8 +641,8 @@ class FirstMessageRoute(Transfer):
 
 def _read(sums: Array, dtype: np.dtype[Any], divisor: int) -> Array:
     if dtype.kind in "iu":
-        low, high = sums.astype(np.uint64)
-        return np.asarray(low + (high << np.uint64(_HALF))).astype(dtype)
+        low, high = sums.astype(np.uint64)[..., 0], sums.astype(np.uint64)[..., 1]
+        return np.asarray(low + (high << np.uint64(32))).astype(dtype)
     total = sums.copy()
     divide_by(divisor, total)
     return total.astype(dtype)
