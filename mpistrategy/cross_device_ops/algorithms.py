@@ -149,9 +149,11 @@ class CrossDeviceOps(Algorithm):
         communicator, call = self._call("batch_reduce", pairs, name)
         with working_on(communicator), call:
             if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-                error = OptionTypeError if pairs is None else OptionError
-                found, expected = f"value_destination_pairs={value_destination_pairs!r}", "(value, destinations) tuples"
-                raise error.at(call.where, found=found, expected=f"an iterable of {expected}")
+                raise (OptionTypeError if pairs is None else OptionError).at(
+                    call.where,
+                    found=f"value_destination_pairs={value_destination_pairs!r}",
+                    expected="an iterable of (value, destinations) tuples",
+                )
             if not pairs:
                 raise EmptyBatchError.at(call.where, found="no values at all", expected="at least one value to reduce")
             op, pairs, settings = _checked(communicator, call, reduce_op, pairs, options)

@@ -409,11 +409,11 @@ class WeightedMeans(Transfer):
     Args:
         layouts: dtype and shape of each array.
         boxes: the arrays of all ranks, after their weights.
-
     """
 
     def __init__(self, layouts: tuple[Layout, ...], boxes: MailboxArrays) -> None:
-        self.layouts, self._in_mailboxes = layouts, boxes
+        self.layouts = layouts
+        self._in_mailboxes = boxes
         self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
         self._dtypes_of_products = [np.result_type(dtype, np.float64) for dtype, _ in layouts]
         #: The weights of the latest call, and what follows from them: the ranks that count, with their normalized
@@ -431,12 +431,11 @@ class WeightedMeans(Transfer):
         with np.errstate(all="ignore"):
             if weights != self._latest[0]:
                 factors, total = normalized(weights)
-                ranks = [
-                    rank for rank, weight in enumerate(weights) if weight or total == 0
-                ]  # NaN if all weights are 0
+                # Where all weights are 0, the means are NaN.
+                ranks = [rank for rank, weight in enumerate(weights) if weight or total == 0]
                 self._latest = weights, [(rank, np.asarray(factors[rank])) for rank in ranks], np.asarray(total)
             _, shares, divisor = self._latest
-            means = []
+            means: list[Array] = []
             for number, (dtype, wide) in enumerate(zip(self._results, self._dtypes_of_products), 1):  # noqa: B905
                 products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
                 means.append(np.asarray(reduce(np.add, products) / divisor, dtype))

@@ -385,9 +385,12 @@ class Reducer:
         own_weight, settings = checked_weight(weight, op, call.where), self.algorithm._settings(options)
         weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
         means = weighted_means(ranks, layouts, self.plan_for(layouts, op, options)) if on_host else None
-        if means is not None:
+        memory: Any = None
+        if means is None:
+            memory = weights.bring(own_weight)
+        else:
             means.weight = own_weight
-        memory = weights.bring(own_weight) if means is None else means.bring(arrays)
+            means.bring(arrays)
         values = tuple(map(layout_of, arrays))
         call.agree("reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings, sparingly=True)
         if means is not None:
