@@ -171,6 +171,7 @@ class CrossDeviceOps(Algorithm):
         call: Call,
         communicator: Ranks,
         op: ReduceOp,
+        components: Sequence[Any],
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
@@ -179,7 +180,7 @@ class CrossDeviceOps(Algorithm):
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.reducer.Algorithm`."""
         kinds = (Mirrored, IndexedSlices)
-        containers = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
+        containers = [value if isinstance(value, kinds) else PerReplica((value,)) for value in components]
         if len(containers) == 1 and not is_batch:
             return [local_component(self.reduce(op, containers[0], containers[0], options))]
         return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in containers], options)]
@@ -361,9 +362,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Reduce several values: one check for all of them, then one message for each pack."""
         communicator, call = self._call("batch_reduce")
         with call:
-            values = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            parts = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            values = [p if isinstance(p, Mirrored) else checked_value(p, call.where, reduce_op) for p in parts]
             targets = [resolve(d, communicator, call.where) for _, d in value_destination_pairs]
-            results = map(in_kind, self._reduce(call, communicator, reduce_op, values, targets, options), values)
+            results = self._reduce(call, communicator, reduce_op, parts, values, targets, options)
+            results = [*map(in_kind, results, parts)]
             return [target.mirrored(result) for result, target in zip(results, targets, strict=True)]
 
     def _all_reduce_values(
@@ -371,6 +374,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         call: Call,
         communicator: Ranks,
         op: ReduceOp,
+        components: Sequence[Any],
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
@@ -379,8 +383,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     ) -> list[Any]:
         """Reduce to every rank; calls a subclass's own methods."""
         if not self._has_plans:
-            return super()._all_reduce_values(call, communicator, op, values, options, is_batch=is_batch)
-        return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options, outs)
+            return super()._all_reduce_values(call, communicator, op, components, values, options, is_batch=is_batch)
+        return self._reduce(call, communicator, op, components, values, [EVERY_RANK] * len(values), options, outs)
 
     @property
     def _has_plans(self) -> bool:
@@ -408,9 +412,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         plan: Any = self._transfer(ranks, layouts, op, options, target, on_gpu=False)
         return [(plan, on_host), *([] if route is None else [(route, on_gpu)])], operands
 
-    def _lines(self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions) -> list[str]:
-        """Return the lines of `Strategy.explain` for these leaves."""
-        values = [checked_value(value, op, "Strategy.explain") for value in leaves]
+    def _lines(self, ranks: Ranks, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions) -> list[str]:
+        """Return the lines of `Strategy.explain` for these values."""
         parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
         ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
         by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]
@@ -427,6 +430,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         ranks: Ranks,
         op: ReduceOp,
         components: Sequence[Any],
+        values: Sequence[Any],
         targets: Sequence[Destination],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
@@ -436,7 +440,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         Args:
             outs: for each value an array that its result may be written to; used only where that saves a copy.
         """
-        values = [checked_value(value, op, call.where) for value in components]
         layouts, texts = tuple(map(_layout, values)), [place.text for place in targets]
         # Values that go to different ranks are sent to all of them.
         is_one = len(set(targets)) == 1

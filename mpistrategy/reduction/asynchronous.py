@@ -38,7 +38,7 @@ from mpistrategy.objects.settings import NotPickled
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.gpu import GpuRoute
-from mpistrategy.reduction.inputs import EVERY_RANK, check_order, leaves_like
+from mpistrategy.reduction.inputs import EVERY_RANK, leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer, checked_inputs, outputs_for
 from mpistrategy.reduction.transfer import layouts_of
 
@@ -280,8 +280,6 @@ class _Begun:
         ranks, self._guard = reducer.communicator, reducer.communicator.guard
         if any(isinstance(component, Mirrored) for component in components) or not all(map(is_on_device, self._arrays)):
             return
-        for array in self._arrays:
-            check_order(array.dtype, op, _WHERE)
         route = reducer.plan_for(layouts_of(self._arrays), op, options, on_gpu=True)
         if not isinstance(route, GpuRoute):
             return

@@ -64,24 +64,44 @@ _is_writeable = attrgetter("flags.writeable")
 
 
 def checked_leaves(
-    values: Sequence[Any], paths: Callable[[], list[str]], where: str, dense: type[MpiStrategyError] | None = None
+    values: Sequence[Any],
+    paths: Callable[[], list[str]],
+    where: str,
+    dense: type[MpiStrategyError] | None = None,
+    op: ReduceOp | None = None,
 ) -> list[Any]:
-    """Return the array of every leaf, or its IndexedSlices; `dense`, if given, is raised for IndexedSlices.
+    """Return each leaf as what `op`, or some operation, can reduce; see `checked_value`.
 
     Raises:
         LeafError, DTypeError, UnsupportedError: for values that cannot be reduced; names the leaf.
     """
     try:
-        return [_checked(value, "", where, dense) for value in values]
+        return [checked_value(value, where, op, "", dense) for value in values]
     except MpiStrategyError:
         pass  # once more, to say which leaf it is
-    return [_checked(value, path, where, dense) for value, path in zip(values, paths(), strict=True)]
+    return [checked_value(value, where, op, path, dense) for value, path in zip(values, paths(), strict=True)]
 
 
-def _checked(value: Any, path: str, where: str, dense: type[MpiStrategyError] | None) -> Any:
+def checked_value(
+    value: Any, where: str, op: ReduceOp | None = None, path: str = "", dense: type[MpiStrategyError] | None = None
+) -> Any:
+    """Return a value as what `op` can reduce: its array, or its IndexedSlices.
+
+    Args:
+        value: of this rank.
+        where: the public name in the error.
+        op: the operation; None: not known yet.
+        path: how the leaf is reached in the caller's structure.
+        dense: is raised for IndexedSlices.
+
+    Raises:
+        LeafError, DTypeError, UnsupportedError, ShapeError: for values that cannot be reduced.
+    """
     component = local_component(value)
     if not isinstance(component, IndexedSlices):
-        return reducible(component, where, path)
+        array = reducible(component, where, path)
+        check_order(array.dtype, op, where)
+        return array
     if dense is not None:
         raise dense.at(
             where,
@@ -89,7 +109,7 @@ def _checked(value: Any, path: str, where: str, dense: type[MpiStrategyError] | 
             expected="an array: with out=, with weight= and in an arena",
             fix="Use to_dense().",
         )
-    return component
+    return component if op is None else checked_slices(component, op, where)
 
 
 def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) -> list[Any] | None:
@@ -217,22 +237,7 @@ def own_component(value: Any, op: ReduceOp, where: str) -> Any:
     return value if isinstance(value, Mirrored) else contribution(value)
 
 
-def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return a component as what `op` can reduce: an array, IndexedSlices, or the value itself when it is Mirrored.
-
-    Raises:
-        LeafError, DTypeError, UnsupportedError, ShapeError: for values that cannot be reduced.
-    """
-    if isinstance(value, Mirrored):
-        return value
-    if isinstance(value, IndexedSlices):
-        return checked_slices(value, op, where)
-    array = reducible(value, where)
-    check_order(array.dtype, op, where)
-    return array
-
-
-def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:
+def check_order(dtype: np.dtype[Any], op: ReduceOp | None, where: str) -> None:
     """Raise DTypeError for MIN and MAX of complex numbers."""
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
         raise DTypeError.at(

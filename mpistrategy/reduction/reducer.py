@@ -14,7 +14,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import ON_A_GPU, any_array, as_target, hand_back, is_cupy, is_on_device, layout_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, is_arena
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
@@ -79,9 +79,9 @@ class Algorithm(ABC):
         """
         return f"{type(self).__name__} reduces them: its routes are not known"
 
-    def _lines(self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions) -> list[str]:
-        """Return the lines of `Strategy.explain` for these leaves."""
-        return [self.explain_implementation(op, len(leaves))]
+    def _lines(self, ranks: Ranks, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions) -> list[str]:
+        """Return the lines of `Strategy.explain` for these values."""
+        return [self.explain_implementation(op, len(values))]
 
     @property
     def _configuration(self) -> str:
@@ -133,13 +133,16 @@ class Algorithm(ABC):
         call: Call,
         communicator: Ranks,
         op: ReduceOp,
+        components: Sequence[Any],
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
         *,
         is_batch: bool = True,
     ) -> list[Any]:
-        """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`.
+        """Return the reductions of `components` on every rank: this rank's, or Mirrored; inside `call`.
+
+        The `values` are their arrays and IndexedSlices, which have been checked, and Mirrored.
 
         The results may be written to `outs`, which are arrays of their dtypes and shapes.  Without `is_batch` one value
         is reduced by `reduce`.
@@ -362,9 +365,10 @@ class Reducer:
         if weight is not None:
             results = self._weighted(call, op, components, arrays, weight, settings)
         else:
+            values = [*map(_own_value, components, arrays)]
             with self.entered():
                 results = self.algorithm._all_reduce_values(
-                    call, ranks, op, components, settings, memory, is_batch=is_batch
+                    call, ranks, op, components, values, settings, memory, is_batch=is_batch
                 )
         return outputs_for(results, components, targets, memory)
 
@@ -487,8 +491,10 @@ class Reducer:
         if arena is not None and algorithm._works_in_place:
             lines = arena._lines(self, op, settings, where)
         elif leaves or not (structure.num_none or self.is_alone):
-            components, _, _ = checked_inputs(op, leaves, lambda: nest.paths_without_none(value), where, None, None)
-            lines = algorithm._lines(ranks, op, components, settings)
+            components, arrays, _ = checked_inputs(
+                op, leaves, lambda: nest.paths_without_none(value), where, None, None
+            )
+            lines = algorithm._lines(ranks, op, [*map(_own_value, components, arrays)], settings)
         if structure.num_none:
             lines.append(f"{structure.num_none} None: left as None, nothing is sent")
         subject = f"{op.value} of {counted(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
@@ -524,7 +530,7 @@ def checked_inputs(
     if not leaves:
         raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
     components = [own_component(leaf, op, where) for leaf in leaves]
-    arrays = checked_leaves(components, paths, where, dense)
+    arrays = checked_leaves(components, paths, where, dense, op)
     if targets is None:
         return components, arrays, None
     memory: list[Any] = []
@@ -534,6 +540,11 @@ def checked_inputs(
         memory.append(as_target(target, where, f"out{path}"))
         check_target(memory[-1], array, op, f"{where}: out{path}")
     return components, arrays, memory
+
+
+def _own_value(component: Any, array: Any) -> Any:
+    """Return a component as `Algorithm` gets its value."""
+    return component if isinstance(component, Mirrored) else array
 
 
 def outputs_for(
