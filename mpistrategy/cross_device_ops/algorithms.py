@@ -596,11 +596,6 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super()._configuration}, {how} on {self.reduce_to_device}"
 
-    @property
-    def _has_plans(self) -> bool:
-        """Whether arrays are reduced by a plan; an accumulation is the program's own code."""
-        return self.accumulation_fn is None and super()._has_plans
-
     def _root(self, ranks: Ranks, destination: Destination) -> int:
         """Return the rank that combines."""
         if self.reduce_to_device is None:

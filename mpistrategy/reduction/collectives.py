@@ -481,27 +481,28 @@ class FromRoot(Collective):
         if self._in_mailboxes is not None:
             if self._ranks.rank == self._root:
                 self._in_mailboxes.put(arrays)
-            return None, []
-        gpu_arrays = [array for array in arrays if is_on_device(array)]
-        memory, copies = gpu.packed(gpu_arrays) if gpu_arrays else (None, [])
+            return None
         in_place = targets is not None
-        return memory, [
-            copies.pop(0) if is_on_device(a) else a if in_place and a.flags.c_contiguous else np.array(a, order="C")
+        return [
+            gpu.copy_in_memory(a)
+            if is_on_device(a)
+            else a
+            if in_place and a.flags.c_contiguous
+            else np.array(a, order="C")
             for a in arrays
         ]
 
-    def run(self, arrays: Sequence[Any], memory: tuple[Any, list[Array]]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the root's arrays, after that."""
         if self._in_mailboxes is not None:
             return [*map(np.array, self._in_mailboxes.arrays_of_ranks()[self._root])]
-        on_gpu, results = memory
-        for result in results:
+        for result in memory:
             if not is_on_device(result):
                 self._ranks.bcast(result, self._root)
-        if on_gpu is not None and on_gpu.size:
-            with on_gpu.device:
-                device_path(self._ranks).bcast(self._ranks, on_gpu, self._root)
-        return results
+            elif result.size:
+                with result.device:
+                    device_path(self._ranks).bcast(self._ranks, result.reshape(-1), self._root)
+        return list(memory)
 
     def answer(self) -> None:
         """Send the root's structure."""

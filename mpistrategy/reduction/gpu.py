@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -38,7 +37,6 @@ from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import UNCHOSEN, DevicePath, chosen_path, communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import BY_NCCL, between_nodes
-from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.transfer import (
     FEW_ELEMENTS,
@@ -404,18 +402,12 @@ def prepare(ranks: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
         chosen_path(ranks).check()
 
 
-def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
-    """Return memory that every path takes, as bytes, with copies of the arrays; and the copies.  One kernel."""
-    cupy: Any = cupy_for(_WHAT)
-    with arrays[0].device:
-        starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
-        memory = communication_memory(cupy, starts[-1], np.dtype(np.uint8))
-        copies = [
-            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-            for start, array in zip(starts, arrays, strict=False)
-        ]
-        move(arrays, copies)
-    return memory, copies
+def copy_in_memory(array: DeviceArray) -> DeviceArray:
+    """Return a contiguous copy in memory that every path takes."""
+    with array.device:
+        copy = communication_memory(cupy_for(_WHAT), array.size, array.dtype).reshape(array.shape)
+        copy[...] = array
+    return copy
 
 
 def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
