@@ -398,29 +398,32 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values: Sequence[Any],
         target: Destination,
         options: CommunicationOptions,
-    ) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
-        """Return transfers, with the indices of the values that each transfer reduces; and the values as they travel.
+    ) -> list[tuple[Any, list[int], list[Any]]]:
+        """Return transfers, with the indices of the values that each transfer reduces, and with their arrays.
 
         Data in the mailboxes last until the next exchange, and a GPU path may begin with one: the plan is first.
         """
         on_gpu = [i for i, value in enumerate(values) if is_on_device(value)]
-        layouts = layouts_of([values[i] for i in on_gpu])
-        route = self._transfer(ranks, layouts, op, options, target, on_gpu=True) if on_gpu else None
-        operands = [to_host(value) if route is None and is_on_device(value) else value for value in values]
-        on_host = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
-        layouts = layouts_of([operands[i] for i in on_host])
-        plan: Any = self._transfer(ranks, layouts, op, options, target, on_gpu=False)
-        return [(plan, on_host), *([] if route is None else [(route, on_gpu)])], operands
+        arrays = [values[i] for i in on_gpu]
+        route = self._transfer(ranks, layouts_of(arrays), op, options, target, on_gpu=True) if on_gpu else None
+        gpu_part = [] if route is None else [(route, on_gpu, arrays)]
+        on_host = [
+            i for i, value in enumerate(values) if isinstance(value, np.ndarray) or (i in on_gpu and not gpu_part)
+        ]
+        arrays = [to_host(values[i]) if i in on_gpu else values[i] for i in on_host]
+        plan = self._transfer(ranks, layouts_of(arrays), op, options, target, on_gpu=False)
+        return [(plan, on_host, arrays), *gpu_part]
 
     def _lines(self, ranks: Ranks, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions) -> list[str]:
         """Return the lines of `Strategy.explain` for these values."""
-        parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
-        ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
-        by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]
+        parts = self._parts(ranks, op, values, EVERY_RANK, options)
+        ways = [way for transfer, _, arrays in parts for way in transfer.describe(arrays)]
         counts = {
             "IndexedSlices: gathered on all ranks": sum(isinstance(value, IndexedSlices) for value in values),
             "Mirrored: the same everywhere, nothing is sent": sum(isinstance(value, Mirrored) for value in values),
-            "on a GPU: copied to the host, reduced as others are, and copied back": sum(by_host),
+            "on a GPU: copied to the host, reduced as others are, and copied back": (
+                sum(map(is_on_device, values)) if len(parts) == 1 else 0
+            ),
         }
         return [*ways_in_words(ways), *(f"{count} {note}" for note, count in counts.items() if count)]
 
@@ -444,22 +447,20 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         # Values that go to different ranks are sent to all of them.
         is_one = len(set(targets)) == 1
         target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
-        parts, values = self._parts(ranks, op, values, target, options)
-        memory = []
-        for transfer, indices in parts:
-            arrays = [values[i] for i in indices]
-            targets_here = None if outs is None else transfer.direct(arrays, [outs[i] for i in indices])
-            memory.append(transfer.bring(arrays, targets_here))
+        parts = self._parts(ranks, op, values, target, options)
+        memory = [
+            transfer.bring(arrays, None if outs is None else transfer.direct(arrays, [outs[i] for i in indices]))
+            for transfer, indices, arrays in parts
+        ]
         read = event_of_reads(component for component in components if is_on_device(component))
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
-        is_on_host = len(parts) == 1
-        settings = self._settings(options)
+        is_on_host, settings = len(parts) == 1, self._settings(options)
         call.agree(
             "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=is_on_host
         )
         results: list[Any] = [None] * len(values)
-        for (transfer, indices), room in zip(parts, memory, strict=True):
-            for i, total in zip(indices, transfer.run([values[i] for i in indices], room), strict=True):
+        for (transfer, indices, arrays), room in zip(parts, memory, strict=True):
+            for i, total in zip(indices, transfer.run(arrays, room), strict=True):
                 results[i] = total if target.is_here else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):

@@ -226,7 +226,7 @@ class Transfer(ABC):
         # Arrays that own their memory share none with each other.
         if (sources or any(target.base is not None for target in targets)) and not are_apart([*targets, *sources]):
             return None
-        return [target if is_buffer(target) else None for target in targets]
+        return [target if isinstance(target, np.ndarray) and is_buffer(target) else None for target in targets]
 
     @abstractmethod
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
