@@ -408,9 +408,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         route = self._transfer(ranks, layouts_of(arrays), op, options, target, on_gpu=True) if on_gpu else None
         gpu_part = [] if route is None else [(route, on_gpu, arrays)]
         on_host = [
-            i for i, value in enumerate(values) if isinstance(value, np.ndarray) or (i in on_gpu and not gpu_part)
+            i
+            for i, value in enumerate(values)
+            if isinstance(value, np.ndarray) or (not gpu_part and is_on_device(value))
         ]
-        arrays = [to_host(values[i]) if i in on_gpu else values[i] for i in on_host]
+        arrays = [to_host(values[i]) if is_on_device(values[i]) else values[i] for i in on_host]
         plan = self._transfer(ranks, layouts_of(arrays), op, options, target, on_gpu=False)
         return [(plan, on_host, arrays), *gpu_part]
 
