@@ -284,10 +284,10 @@ class Arena(ArenaBase[T]):
     def _route(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> Transfer:
         """Return how the buckets are combined."""
         reduced_precision.check(options.wire)
-        packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
         ranks, buckets, wire = self._communicator, self._buckets, options.wire
         if not self._on_device:
-            return InPlaceRoute(ranks, packs, buckets, op, into_result=not in_place, wire=wire)
+            return InPlaceRoute(ranks, buckets, op, into_result=not in_place, wire=wire)
+        packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
         path = path_word(options, reducer.algorithm._device_path)
         return gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
 
@@ -401,8 +401,7 @@ class InPlaceRoute(Transfer):
 
     Args:
         ranks: the ranks that take part.
-        packs: the arrays that `bring` and `run` get, each by itself.
-        buckets: the arrays of this node, one bucket for each pack.
+        buckets: the arrays of this node, of each array of `bring` and `run` one.
         op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
         into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
@@ -411,17 +410,16 @@ class InPlaceRoute(Transfer):
     def __init__(
         self,
         ranks: Ranks,
-        packs: tuple[Pack, ...],
         buckets: Sequence[Replicas],
         op: ReduceOp,
         *,
         into_result: bool,
         wire: str | None,
     ) -> None:
-        self.packs = packs
         self._ranks, self._own_arrays = ranks, [bucket.own_array for bucket in buckets]
         self._results: list[Any] = [bucket.result for bucket in buckets] if into_result else self._own_arrays
         self._route = CommunicatorRoute(ranks, packs_of(layouts_of(self._own_arrays), 1), op, wire=wire)
+        self.packs = tuple(sorted(self._route.packs, key=lambda pack: pack.members[0].index))
         is_shared, local_rank = buckets[0].is_shared, buckets[0].local_rank
         self._is_one_result: bool = into_result and is_shared
         #: Else the first rank of the node writes the result for all.
@@ -469,7 +467,6 @@ class InPlaceRoute(Transfer):
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a bucket is combined; see `Transfer.way`."""
         if not self._in_place or self._ranks.nodes > 1:
-            [sent] = [other for other in self._route.packs if other.members[0].index == pack.members[0].index]
-            return self._route.way(sent, self._own_arrays)
+            return self._route.way(pack, self._own_arrays)
         target = "the node's one result" if self._is_one_result else "every one"
         return f"where the arrays are, each rank 1/{self._ranks.size} of them, into {target}", ()

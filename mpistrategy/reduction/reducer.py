@@ -45,6 +45,7 @@ from mpistrategy.reduction.plan import (
     kind_of,
     normalized,
     product,
+    run_plan,
     weighted_means,
 )
 from mpistrategy.reduction.transfer import (
@@ -389,16 +390,17 @@ class Reducer:
         own_weight, settings = checked_weight(weight, op, call.where), self.algorithm._settings(options)
         weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
         means = weighted_means(ranks, layouts, self.plan_for(layouts, op, options)) if on_host else None
-        memory: Any = None
-        if means is None:
-            memory = weights.bring(own_weight)
-        else:
-            means.weight = own_weight
-            means.bring(arrays)
-        values = tuple(map(layout_of, arrays))
-        call.agree("reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings, sparingly=True)
+        alike: dict[str, Any] = {
+            "values": tuple(map(layout_of, arrays)),
+            "destination": EVERY_RANK.text,
+            "options": settings,
+        }
+        agree: Any = partial(call.agree, "reduce", op=WEIGHTED, sparingly=True, **alike)
         if means is not None:
-            return means.run(arrays, None)
+            means.weight = own_weight
+            return run_plan(means, arrays, agree, in_place=False)
+        memory = weights.bring(own_weight)
+        agree()
         factors, total = normalized(weights.numbers_of_ranks(memory).ravel().tolist())
         call.expect_more()
         products = [product(array, own_weight, factors[ranks.rank]) for array in arrays]
