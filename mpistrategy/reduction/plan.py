@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_cupy
+from mpistrategy.arrays.convert import host_array, is_cupy
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import is_arena
@@ -365,10 +365,7 @@ def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
         raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
     if type(weight) in (int, float) and 0 <= weight < 2**63:  # larger ones, and other numbers, take longer
         return float(weight)
-    try:
-        array = np.asarray(weight)
-    except (TypeError, ValueError):  # a ragged list, say
-        array = np.empty(1)
+    array = host_array(weight) if np.isscalar(weight) or hasattr(weight, "dtype") else np.empty(1)
     if array.ndim != 0 or array.dtype.kind not in "iuf":
         raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
     number = float(array)

@@ -21,7 +21,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.guard import time_limit
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.objects.shown import size_in_words
-from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
+from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.inputs import (
     EVERY_RANK,
     Destination,
@@ -91,13 +91,9 @@ class Algorithm(ABC):
 
     def _settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
-        shown = f"{self._configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
         implementation: Any = options.implementation
-        return (
-            shown
-            if implementation is CommunicationImplementation.AUTO
-            else f"{shown}, implementation={implementation.name}"
-        )
+        words = f"bytes_per_pack={options.bytes_per_pack}, wire={options.wire}, implementation={implementation.name}"
+        return f"{self._configuration}, {words}"
 
     @property
     def _has_plans(self) -> bool:
