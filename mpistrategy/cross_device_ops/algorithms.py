@@ -149,7 +149,8 @@ class CrossDeviceOps(Algorithm):
         communicator, call = self._call("batch_reduce", pairs, name)
         with working_on(communicator), call:
             if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-                raise (OptionTypeError if pairs is None else OptionError).at(
+                error = OptionTypeError if pairs is None else OptionError
+                raise error.at(
                     call.where,
                     found=f"value_destination_pairs={value_destination_pairs!r}",
                     expected="an iterable of (value, destinations) tuples",
@@ -450,13 +451,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         is_one = len(set(targets)) == 1
         target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
         parts = self._parts(ranks, op, values, target, options)
-        memory = [
-            transfer.bring(arrays, None if outs is None else transfer.direct(arrays, [outs[i] for i in indices]))
-            for transfer, indices, arrays in parts
-        ]
+        memory = []
+        for transfer, indices, arrays in parts:
+            targets_here = None if outs is None else transfer.direct(arrays, [outs[i] for i in indices])
+            memory.append(transfer.bring(arrays, targets_here))
         read = event_of_reads(component for component in components if is_on_device(component))
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
-        is_on_host, settings = len(parts) == 1, self._settings(options)
+        is_on_host = len(parts) == 1
+        settings = self._settings(options)
         call.agree(
             "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=is_on_host
         )

@@ -32,7 +32,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.multi_node.two_level import across_nodes
+from mpistrategy.mpi.multi_node.two_level import Lanes, across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
@@ -416,35 +416,32 @@ class InPlaceRoute(Transfer):
         into_result: bool,
         wire: str | None,
     ) -> None:
-        self._ranks, self._own_arrays = ranks, [bucket.own_array for bucket in buckets]
+        self._ranks = ranks
+        self._own_arrays = [bucket.own_array for bucket in buckets]
         self._results: list[Any] = [bucket.result for bucket in buckets] if into_result else self._own_arrays
         self._route = CommunicatorRoute(ranks, packs_of(layouts_of(self._own_arrays), 1), op, wire=wire)
         self.packs = tuple(sorted(self._route.packs, key=lambda pack: pack.members[0].index))
-        is_shared, local_rank = buckets[0].is_shared, buckets[0].local_rank
+        is_shared = buckets[0].is_shared
         self._is_one_result: bool = into_result and is_shared
         #: Else the first rank of the node writes the result for all.
-        self._writes_here: bool = not self._is_one_result or local_rank == 0
+        self._writes_here: bool = not self._is_one_result or buckets[0].local_rank == 0
+        lanes: Lanes | None = None
+        if is_shared and not ranks.is_simulated and "lanes" in map(self._route.name_of, self.packs):
+            lanes = across_nodes(ranks)
         keep_dtype = all(host_wire_dtype(array.dtype) == array.dtype for array in self._own_arrays)
-        are_large = "lanes" in map(self._route.name_of, self._route.packs)
-        lanes = across_nodes(ranks) if is_shared and keep_dtype and are_large and not ranks.is_simulated else None
-        sees_node = is_shared and (ranks.nodes == 1 or (lanes is not None and lanes.node_sum is not None))
+        sends_sums = lanes is not None and lanes.node_sum is not None and keep_dtype
         #: What combines each bucket where it is; nothing where they go as other arrays.
         self._in_place: list[Callable[[], None]] = []
-        for bucket in buckets if sees_node else ():
-            dtype, targets = (
-                bucket.own_array.dtype,
-                bucket.arrays if bucket.result is None or not into_result else (bucket.result,),
-            )
-            text, divisor, wire_dtype = (
-                op._on_the_wire,
-                op._divisor(dtype, ranks.size),
-                self._route.dtype_between_nodes(dtype),
-            )
-            self._in_place.append(
-                ShareOfNode(bucket.arrays, targets, text, divisor, local_rank).combine
-                if lanes is None
-                else partial(lanes.in_place, bucket.arrays, targets, text, wire_dtype, divisor)
-            )
+        for bucket in buckets if sends_sums or (is_shared and ranks.nodes == 1) else ():
+            arrays, text, dtype = bucket.arrays, op._on_the_wire, bucket.own_array.dtype
+            targets: Any = (bucket.result,) if into_result else arrays
+            divisor = op._divisor(dtype, ranks.size)
+            if lanes is not None:
+                wire_dtype = self._route.dtype_between_nodes(dtype)
+                self._in_place.append(partial(lanes.in_place, arrays, targets, text, wire_dtype, divisor))
+            else:
+                share = ShareOfNode(arrays, targets, text, divisor, bucket.local_rank)
+                self._in_place.append(share.combine)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Return the memory that messages need besides the arrays."""

@@ -382,7 +382,8 @@ class Reducer:
 
         The ranks learn the weights with the check, and then add up the products; small arrays come with the weights.
         """
-        ranks, layouts, on_host = self.communicator, layouts_of(arrays), not any(map(is_on_device, arrays))
+        ranks, layouts = self.communicator, layouts_of(arrays)
+        on_host = not any(map(is_on_device, arrays))
         own_weight, settings = checked_weight(weight, op, call.where), self.algorithm._settings(options)
         weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
         means = weighted_means(ranks, layouts, self.plan_for(layouts, op, options)) if on_host else None
@@ -481,7 +482,8 @@ class Reducer:
         """
         where, ranks, algorithm = "Strategy.explain", self.communicator, self.algorithm
         op, settings = ReduceOp._parse(reduce_op, where), self.options.merge(options)
-        arena, lines = value if is_arena(value) else None, list[str]()
+        arena = value if is_arena(value) else None
+        lines: list[str] = []
         if arena is not None:
             arena._check(self, where)
             value = arena.values
