@@ -18,9 +18,9 @@ from mpistrategy.cross_device_ops.algorithms import (
     HierarchicalCopyAllReduce,
     MpiAllReduce,
     NcclAllReduce,
+    OrderedAllReduce,
     ReductionToOneDevice,
 )
-from mpistrategy.cross_device_ops.ordered import OrderedAllReduce
 from mpistrategy.input.datasets import Dataset
 from mpistrategy.input.distributed import DistributedDataset
 from mpistrategy.input.iterators import DistributedIterator

@@ -1,4 +1,4 @@
-"""CrossDeviceOps, the public interface of every reduction algorithm, and the algorithms that leave sums to the ranks.
+"""CrossDeviceOps, the public interface of every reduction algorithm, and the algorithms.
 
 The built-in algorithms share a pipeline: convert, agree, pack, sum, unpack, divide, wrap.  A subclass only chooses the
 routes of its packs, unless it takes the usual routes, as MpiAllReduce does.
@@ -7,14 +7,14 @@ routes of its packs, unless it takes the usual routes, as MpiAllReduce does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import devices, nest
 from mpistrategy.arrays.convert import host_array, is_on_device, layout_of
-from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, dtype_name, host_wire_dtype, quietly, sum_dtype_of_mean
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, event_of_reads, local_component
 from mpistrategy.context import current_communicator, working_on
 from mpistrategy.errors import (
@@ -31,10 +31,12 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.mpi.shared_memory.node_sum import piece_elements
 from mpistrategy.objects.settings import Fixed, checked_number, checked_type
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp, path_word
-from mpistrategy.reduction.collectives import broadcast, concatenate
+from mpistrategy.reduction.collectives import broadcast, by_shares, concatenate, room_for_shares
+from mpistrategy.reduction.gpu import GpuRoute, gpu_packs
 from mpistrategy.reduction.inputs import (
     EVERY_RANK,
     Destination,
@@ -48,9 +50,16 @@ from mpistrategy.reduction.inputs import (
 )
 from mpistrategy.reduction.plan import Plan, summed, usual_route
 from mpistrategy.reduction.reducer import Algorithm
-from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
-from mpistrategy.reduction.routes.host import CommunicatorRoute
-from mpistrategy.reduction.transfer import Layout, Pack, Transfer, Way, layouts_of, packs_of
+from mpistrategy.reduction.transfer import (
+    CommunicatorRoute,
+    Layout,
+    Pack,
+    Transfer,
+    finish,
+    layouts_of,
+    packs_of,
+    ways_in_words,
+)
 
 
 class CrossDeviceOps(Algorithm):
@@ -141,8 +150,11 @@ class CrossDeviceOps(Algorithm):
         with working_on(communicator), call:
             if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
                 error = OptionTypeError if pairs is None else OptionError
-                found, expected = f"value_destination_pairs={value_destination_pairs!r}", "(value, destinations) tuples"
-                raise error.at(call.where, found=found, expected=f"an iterable of {expected}")
+                raise error.at(
+                    call.where,
+                    found=f"value_destination_pairs={value_destination_pairs!r}",
+                    expected="an iterable of (value, destinations) tuples",
+                )
             if not pairs:
                 raise EmptyBatchError.at(call.where, found="no values at all", expected="at least one value to reduce")
             op, pairs, settings = _checked(communicator, call, reduce_op, pairs, options)
@@ -160,6 +172,7 @@ class CrossDeviceOps(Algorithm):
         call: Call,
         communicator: Ranks,
         op: ReduceOp,
+        components: Sequence[Any],
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
@@ -168,7 +181,7 @@ class CrossDeviceOps(Algorithm):
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.reducer.Algorithm`."""
         kinds = (Mirrored, IndexedSlices)
-        containers = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
+        containers = [value if isinstance(value, kinds) else PerReplica((value,)) for value in components]
         if len(containers) == 1 and not is_batch:
             return [local_component(self.reduce(op, containers[0], containers[0], options))]
         return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in containers], options)]
@@ -337,9 +350,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return the rank that combines; None: all ranks combine."""
         return destination.only_rank
 
-    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
+    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
-        return concatenate(ranks, slices, op)
+        return concatenate(ranks, slices, op, call)
 
     def batch_reduce_implementation(
         self,
@@ -350,9 +363,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Reduce several values: one check for all of them, then one message for each pack."""
         communicator, call = self._call("batch_reduce")
         with call:
-            values = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            parts = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            values = [p if isinstance(p, Mirrored) else checked_value(p, call.where, reduce_op) for p in parts]
             targets = [resolve(d, communicator, call.where) for _, d in value_destination_pairs]
-            results = map(in_kind, self._reduce(call, communicator, reduce_op, values, targets, options), values)
+            results = self._reduce(call, communicator, reduce_op, parts, values, targets, options)
+            results = [*map(in_kind, results, parts)]
             return [target.mirrored(result) for result, target in zip(results, targets, strict=True)]
 
     def _all_reduce_values(
@@ -360,6 +375,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         call: Call,
         communicator: Ranks,
         op: ReduceOp,
+        components: Sequence[Any],
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
@@ -368,8 +384,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     ) -> list[Any]:
         """Reduce to every rank; calls a subclass's own methods."""
         if not self._has_plans:
-            return super()._all_reduce_values(call, communicator, op, values, options, is_batch=is_batch)
-        return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options, outs)
+            return super()._all_reduce_values(call, communicator, op, components, values, options, is_batch=is_batch)
+        return self._reduce(call, communicator, op, components, values, [EVERY_RANK] * len(values), options, outs)
 
     @property
     def _has_plans(self) -> bool:
@@ -383,34 +399,36 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values: Sequence[Any],
         target: Destination,
         options: CommunicationOptions,
-    ) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
-        """Return transfers, with the indices of the values that each transfer reduces; and the values as they travel.
+    ) -> list[tuple[Any, list[int], list[Any]]]:
+        """Return transfers, with the indices of the values that each transfer reduces, and with their arrays.
 
         Data in the mailboxes last until the next exchange, and a GPU path may begin with one: the plan is first.
         """
         on_gpu = [i for i, value in enumerate(values) if is_on_device(value)]
-        layouts = layouts_of([values[i] for i in on_gpu])
-        route = self._transfer(ranks, layouts, op, options, target, on_gpu=True) if on_gpu else None
-        operands = [host_array(value) if route is None and is_on_device(value) else value for value in values]
-        on_host = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
-        layouts = layouts_of([operands[i] for i in on_host])
-        plan: Any = self._transfer(ranks, layouts, op, options, target, on_gpu=False)
-        return [(plan, on_host), *([] if route is None else [(route, on_gpu)])], operands
+        arrays = [values[i] for i in on_gpu]
+        route = self._transfer(ranks, layouts_of(arrays), op, options, target, on_gpu=True) if on_gpu else None
+        gpu_part = [] if route is None else [(route, on_gpu, arrays)]
+        on_host = [
+            i
+            for i, value in enumerate(values)
+            if isinstance(value, np.ndarray) or (not gpu_part and is_on_device(value))
+        ]
+        arrays = [host_array(values[i]) for i in on_host]
+        plan = self._transfer(ranks, layouts_of(arrays), op, options, target, on_gpu=False)
+        return [(plan, on_host, arrays), *gpu_part]
 
-    def _ways(
-        self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
-    ) -> tuple[list[tuple[Pack, Way]], list[str]]:
-        """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
-        values = [checked_value(value, op, "Strategy.explain") for value in leaves]
-        parts, operands = self._parts(ranks, op, values, EVERY_RANK, options)
-        ways = [way for transfer, indices in parts for way in transfer.describe([operands[i] for i in indices])]
-        by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]
+    def _lines(self, ranks: Ranks, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions) -> list[str]:
+        """Return the lines of `Strategy.explain` for these values."""
+        parts = self._parts(ranks, op, values, EVERY_RANK, options)
+        ways = [way for transfer, _, arrays in parts for way in transfer.describe(arrays)]
         counts = {
             "IndexedSlices: gathered on all ranks": sum(isinstance(value, IndexedSlices) for value in values),
             "Mirrored: the same everywhere, nothing is sent": sum(isinstance(value, Mirrored) for value in values),
-            "on a GPU: copied to the host, reduced as others are, and copied back": sum(by_host),
+            "on a GPU: copied to the host, reduced as others are, and copied back": (
+                sum(map(is_on_device, values)) if len(parts) == 1 else 0
+            ),
         }
-        return ways, [f"{count} {note}" for note, count in counts.items() if count]
+        return [*ways_in_words(ways), *(f"{count} {note}" for note, count in counts.items() if count)]
 
     def _reduce(
         self,
@@ -418,6 +436,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         ranks: Ranks,
         op: ReduceOp,
         components: Sequence[Any],
+        values: Sequence[Any],
         targets: Sequence[Destination],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
@@ -427,19 +446,15 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         Args:
             outs: for each value an array that its result may be written to; used only where that saves a copy.
         """
-        values = [checked_value(value, op, call.where) for value in components]
         layouts, texts = tuple(map(_layout, values)), [place.text for place in targets]
         # Values that go to different ranks are sent to all of them.
         is_one = len(set(targets)) == 1
         target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
-        parts, values = self._parts(ranks, op, values, target, options)
+        parts = self._parts(ranks, op, values, target, options)
         memory = []
-        for transfer, indices in parts:
-            arrays = [values[i] for i in indices]
-            if outs is None or isinstance(transfer, Plan):
-                memory.append(transfer.bring(arrays))
-            else:
-                memory.append(transfer.bring(arrays, transfer.own_results(arrays, [outs[i] for i in indices])))
+        for transfer, indices, arrays in parts:
+            targets_here = None if outs is None else transfer.direct(arrays, [outs[i] for i in indices])
+            memory.append(transfer.bring(arrays, targets_here))
         read = event_of_reads(component for component in components if is_on_device(component))
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
         is_on_host = len(parts) == 1
@@ -448,12 +463,12 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=is_on_host
         )
         results: list[Any] = [None] * len(values)
-        for (transfer, indices), room in zip(parts, memory, strict=True):
-            for i, total in zip(indices, transfer.run([values[i] for i in indices], room), strict=True):
+        for (transfer, indices, arrays), room in zip(parts, memory, strict=True):
+            for i, total in zip(indices, transfer.run(arrays, room), strict=True):
                 results[i] = total if target.is_here else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
-                results[i] = self._reduce_slices(ranks, value, op)
+                results[i] = self._reduce_slices(ranks, value, op, call)
                 read = event_of_reads([components[i]]) or read  # an event behind all
             elif isinstance(value, Mirrored):
                 results[i] = value.values[0] if value.values else None
@@ -586,11 +601,6 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super()._configuration}, {how} on {self.reduce_to_device}"
 
-    @property
-    def _has_plans(self) -> bool:
-        """Whether arrays are reduced by a plan; an accumulation is the program's own code."""
-        return self.accumulation_fn is None and super()._has_plans
-
     def _root(self, ranks: Ranks, destination: Destination) -> int:
         """Return the rank that combines."""
         if self.reduce_to_device is None:
@@ -676,3 +686,154 @@ class AccumulationRoute(CommunicatorRoute):
                 expected=f"the dtype of each value, {dtype_name(dtype)}",
             )
         target[...] = result
+
+
+# ------------------------------------------------------------------------------------------------- ordered sums
+
+
+#: So many rows are put in order by minima and maxima: 4 rows of float32 take 4 ns an element so, 150 by `numpy.sort`.
+_FEW_ROWS = 8
+
+
+class OrderedAllReduce(PackedCrossDeviceOps):
+    """Sums each element in an order that its values give, so that the bits depend on the values alone.
+
+    It sums each element in sorted order, so the result does not depend on rank order, packing, the number of nodes or
+    the MPI.  Further ranks with zeros (under PROD, ones) do not change it.  Only the reduction is reproducible: sums
+    inside a rank still depend on how rows are split, and MEAN divides by the number of ranks.
+
+    Method: each rank gets all ranks' values of its share of the elements, sorts the values of each element, and adds
+    them from the least to the greatest.  Let n be the number of values, S their exact sum and A the sum of their
+    magnitudes.  Without overflow, the result differs from S by no more than
+
+        float64, complex128    (n-1) u / (1 - (n-1) u) A,  u = 2^-53: the bound of a sum in any order (Higham, Accuracy
+                               and Stability of Numerical Algorithms, 4.2)
+        float32, complex64     2^-24 |S| + (n-1) 2^-52 A + 2^-150: added in float64, rounded once
+        float16, bfloat16      as float32, and rounded once more
+        integers               0, modulo 2^bits
+
+    Complex numbers are sums of their parts.  A pre-rounded (binned) summation as of Demmel and Nguyen (Parallel
+    Reproducible Summation, 2015) would need less memory traffic between nodes, but a bound on the ranks, a first pass
+    for the maxima, and several sums; it loses values far below the maximum; this method does not.
+
+    A zero is +0.0 always; NaN has one pattern of bits: NaN anywhere, or both infinities, give it.  Values are finite
+    as long as the partial sums from the least to the greatest are.  PROD (sorted alike) obeys the same; for MIN and
+    MAX, -0.0 is less than +0.0.
+
+    Cost: on one node as `MpiAllReduce` for two ranks; with n > 2 also sorting the n values of each element.
+    Between nodes each rank sends all its values once and gets all results once, with no sums on the way:
+    `CommunicationOptions.wire` is not followed, and with many ranks on a node this is more than the other algorithms
+    send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
+    """
+
+    _by_host = True
+
+    def _route(
+        self,
+        ranks: Ranks,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Transfer:
+        """Return the route of arrays: through memory of the node, or share by share from rank to rank.
+
+        Raises:
+            UnsupportedError: for a PROD of complex numbers, which cannot be combined part by part.
+        """
+        for dtype, _ in layouts:
+            if op is ReduceOp.PROD and dtype.kind == "c":
+                raise UnsupportedError.at(
+                    "OrderedAllReduce",
+                    found=f"PROD of {dtype_name(dtype)} by OrderedAllReduce",
+                    expected="PROD of real numbers, or SUM or MEAN",
+                    fix="Use MpiAllReduce(), or multiply the magnitudes and add the angles.",
+                )
+        packs, text = (
+            packs_of(layouts, options.bytes_per_pack, alone_bytes=ranks.thresholds.pack_bytes),
+            op._on_the_wire,
+        )
+        nbytes = sum(pack.nbytes for pack in packs)
+        names = {ranks.route(nbytes, pack.dtype, text) for pack in packs}
+        if names == {"node_sum"}:
+            return CommunicatorRoute(ranks, packs, op, "node_sum", combination=combine_ordered)
+        shown = "alltoallv" if names.isdisjoint(("none", "threads")) else names.pop()
+        return CommunicatorRoute(ranks, packs, op, shown, partial(combine_by_shares, ranks, text))
+
+    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
+        """Return all ranks' rows in the order of their indices, rows with equal indices added up; on the host."""
+        slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
+        gathered = concatenate(ranks, slices, ReduceOp.SUM, call)
+        dtype = gathered.values.dtype
+        indices, counts = np.unique(gathered.indices, return_counts=True)
+        order, starts = np.argsort(gathered.indices, kind="stable"), np.cumsum(counts) - counts
+        summed = host_wire_dtype(sum_dtype_of_mean(dtype) if op is ReduceOp.MEAN else dtype)
+        total = np.empty((indices.size, *gathered.values.shape[1:]), summed)
+        for count in np.unique(counts):
+            positions = np.flatnonzero(counts == count)
+            rows = [gathered.values[order[starts[positions] + number]].astype(summed) for number in range(count)]
+            combine_ordered([row.reshape(-1) for row in rows], [rows[0].reshape(-1)], "SUM", 1)
+            total[positions] = rows[0]
+        return IndexedSlices(finish(total, dtype, op, ranks.size), indices, slices.dense_shape)
+
+
+def combine_by_shares(ranks: Ranks, op: str, source: Array, target: Array) -> None:
+    """Write the combination of all ranks' `source` into `target`, which may be the same."""
+    memory = ranks.guard.on_all(partial(room_for_shares, ranks, reals(target)))
+    if target is not source:
+        target[...] = source
+    by_shares(ranks, reals(target), memory, lambda rows: combine_ordered([*rows], [*rows], op, 1))
+
+
+@quietly
+def combine_ordered(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int) -> None:
+    """Do what `node_sum.in_rank_order` does, with the same bits whatever the order of `arrays`.
+
+    The values of an element are sorted, and added from the least to the greatest.  The order of the ranks does not
+    matter then, nor do zeros: they are added exactly, wherever they stand.
+
+    Args:
+        arrays: flat, one of each rank, in a dtype of the wire.
+        targets: flat, of the same size and dtype; may be the arrays themselves.
+        op: "SUM", "MIN", "MAX" or "PROD"; no PROD of complex numbers.
+        divisor: the result is divided by it; floating and complex dtypes only.
+    """
+    # The real and the imaginary parts are numbers of their own.
+    numbers, results = [*map(reals, arrays)], [*map(reals, targets)]
+    dtype, adds = numbers[0].dtype, op in ("SUM", "PROD")
+    # Two values are combined alike either way, and MIN, MAX and integers in any order.
+    sorts = len(numbers) > 2 and dtype.kind == "f" and adds
+    step = piece_elements(len(numbers), dtype.itemsize) & ~1  # no complex number is cut in two
+    for start in range(0, numbers[0].size, step):
+        rows = [number[start : start + step] for number in numbers]
+        if sorts:
+            rows = [row.astype(np.float64 if dtype == np.float32 else dtype) for row in _in_order(rows)]
+        total = reduce(COMBINE[op], rows[1:], rows[0].copy()).astype(dtype, copy=False)
+        use_one_pattern(total, zeros=adds)  # of zeros with different signs MIN and MAX take the same one in any order
+        divide_by(divisor, total.view(arrays[0].dtype))
+        for result in results:
+            result[start : start + step] = total
+
+
+def _in_order(rows: list[Array]) -> list[Array]:
+    """Return rows with the values of each element in order; a NaN in an element may fill all its rows."""
+    if len(rows) > _FEW_ROWS:
+        return [*np.sort(rows, axis=0)]
+    for turn in range(len(rows)):  # odd-even transposition
+        for low in range(turn % 2, len(rows) - 1, 2):
+            pair = rows[low : low + 2]
+            rows[low : low + 2] = np.minimum(*pair), np.maximum(*pair)
+    return rows
+
+
+def reals(array: Array) -> Array:
+    """Return a flat complex array as its real and imaginary parts; other arrays as they are."""
+    return array.view(array.real.dtype) if array.dtype.kind == "c" else array
+
+
+def use_one_pattern(total: Array, *, zeros: bool) -> None:
+    """Give NaN, and with `zeros` also zeros, bits that do not depend on the order: NumPy's NaN, and +0.0."""
+    if total.dtype.kind == "f":
+        if zeros:
+            np.add(total, total.dtype.type(0), out=total)
+        np.copyto(total, total.dtype.type(np.nan), where=np.isnan(total))

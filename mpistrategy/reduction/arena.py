@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import is_
-from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -32,20 +32,20 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.multi_node.two_level import across_nodes
+from mpistrategy.mpi.multi_node.two_level import Lanes, across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, checked_switch
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.reduction import gpu
 from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.inputs import EVERY_RANK, check_order, checked_leaves, resolve, write
-from mpistrategy.reduction.plan import CallPlan, Compared
-from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.host import CommunicatorRoute
+from mpistrategy.reduction.plan import ArraysPlan
+from mpistrategy.reduction.reducer import General, Reducer
 from mpistrategy.reduction.transfer import (
+    CommunicatorRoute,
     Member,
     Pack,
     Targets,
@@ -54,11 +54,12 @@ from mpistrategy.reduction.transfer import (
     layouts_of,
     own_dtype,
     packs_of,
+    ways_in_words,
 )
 
 T = TypeVar("T")
-#: The operation, the path in GPU memory, the dtype between nodes, and whether results are written over the arrays.
-_How: TypeAlias = tuple[ReduceOp, str, str | None, bool]
+#: So many plans are kept.
+_MOST_PLANS = 64
 
 
 class Arena(ArenaBase[T]):
@@ -139,8 +140,8 @@ class Arena(ArenaBase[T]):
             for view in views:
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
-        #: How it is reduced, by operation, dtype between nodes, and whether in place.
-        self._routes: dict[_How, Transfer] = {}
+        #: How it is reduced, by the kind of call.
+        self._plans: dict[General, ArraysPlan] = {}
         self._closed = False
 
     @property
@@ -195,7 +196,7 @@ class Arena(ArenaBase[T]):
             with Call(guard, "Arena.close", anywhere=True) as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
-        self._routes.clear()
+        self._plans.clear()
         self._buckets, self._own_arrays, self._leaves = (), [], []
         self._values = self._result = self._twin = None
 
@@ -239,19 +240,14 @@ class Arena(ArenaBase[T]):
             raise ContextError.at(where, found="an arena after its close()", expected="an open arena")
 
     def _all_reduce(
-        self,
-        reducer: Reducer,
-        reduce_op: Any,
-        call: Call,
-        *,
-        options: CommunicationOptions | None = None,
-        weight: Any = None,
-        out: Any = None,
-        destination: str = "",
+        self, general: General, call: Call, *, weight: Any = None, out: Any = None, destination: str = ""
     ) -> Any:
         """Reduce over all replicas, to all replicas; the caller has entered the guard's call.
 
         Args:
+            general: makes the calls of one kind: the operation, the options, the destination and whether there is an
+                `out` are the same in all of them.
+            call: the public call.
             weight: for MEAN, the weight of this rank's values.
             out: None, the arena or its `values`, which asks for the result in place.
             destination: the destination in words, on which the ranks must agree, too.
@@ -263,74 +259,48 @@ class Arena(ArenaBase[T]):
             ContextError, OptionTypeError, StructureError: see `_check`.
             DTypeError: for a MEAN of integers, which has another dtype, and for MIN and MAX of complex numbers.
         """
-        op, settings = ReduceOp._parse(reduce_op, call.where), reducer.options.merge(options)
-        plan = self._plan(reducer, op, call, settings, out, is_weighted=weight is not None, destination=destination)
-        if plan is not None:
-            return plan.run(call, self, out, None)
-        in_place = self._in_place or out is not None
-        targets, paths = self._leaves if in_place else None, partial(nest.leaf_paths, self._values)
-        results = reducer.all_reduce_leaves(
-            call, op, self._leaves, paths, options=options, weight=weight, targets=targets
-        )
-        return self._values if in_place else self._structure.pack(results)
-
-    def _plan(
-        self,
-        reducer: Reducer,
-        op: ReduceOp,
-        call: Call,
-        options: CommunicationOptions,
-        out: Any,
-        *,
-        is_weighted: bool = False,
-        destination: str = "",
-    ) -> ArenaPlan | None:
-        """Return the plan for reducing the arena in place; None where it is reduced like other arrays.
-
-        Raises:
-            MpiStrategyError: as `_all_reduce`.
-        """
+        reducer, in_place = general.reducer, self._in_place or out is not None
         self._check(reducer, call.where, out)
         call.structure = self._structure.text
-        in_place, is_ordinary = self._in_place or out is not None, is_weighted or not reducer.algorithm._works_in_place
-        if in_place or not is_ordinary:
-            check_dtypes(self._buckets, op, call.where)
-        if is_ordinary:
-            return None
-        how = self._how(reducer, op, options, in_place)
-        compared = f"arena {self._number}, {in_place=}, wire={options.wire}{how[1] and f', path={how[1]}'}"
-        layouts = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
-        signature = Signature(
-            *("reduce an arena", op.value, self._structure.text, layouts, destination, compared),
-            *(call.name, call.where, call.place, call.step),
-        )
-        plan = ArenaPlan(signature, options.timeout_seconds)
-        plan.reducer, plan.how = reducer, how
-        return plan
+        plan = self._plans.get(general)
+        if plan is None:
+            op, options = ReduceOp._parse(general.argument, call.where), general.merged_options
+            is_ordinary = weight is not None or not reducer.algorithm._works_in_place
+            if in_place or not is_ordinary:
+                check_dtypes(self._buckets, op, call.where)
+            if is_ordinary:
+                more = {"options": options, "weight": weight, "targets": self._leaves if in_place else None}
+                paths = partial(nest.leaf_paths, self._values)
+                results = reducer.all_reduce_leaves(call, op, self._leaves, paths, **more)
+                return self._values if in_place else self._structure.pack(results)
+            route = self._route(reducer, op, options, in_place)
+            compared = f"arena {self._number}, {in_place=}, wire={options.wire}"
+            layouts = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
+            signature = Signature("reduce an arena", op.value, "", layouts, destination, compared)
+            if len(self._plans) >= _MOST_PLANS:  # of calls inside others, whose object is new each time
+                self._plans.clear()
+            plan = self._plans[general] = ArraysPlan(route, signature, options.timeout_seconds)
+        results = plan.run(call, self._own_arrays)
+        if in_place:
+            return self._values
+        return self._structure.pack(self._views(results)) if self._on_device else self._result
 
-    def _how(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> _How:
-        """Return the key of the route of the buckets, which there is from now on."""
+    def _route(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> Transfer:
+        """Return how the buckets are combined."""
         reduced_precision.check(options.wire)
-        path = path_word(options, reducer.algorithm._device_path) if self._on_device else ""
-        how = op, path, options.wire, in_place
-        if how not in self._routes:
-            ranks, wire, buckets = self._communicator, options.wire, self._buckets
-            packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
-            self._routes[how] = (
-                gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
-                if self._on_device
-                else InPlaceRoute(ranks, packs, buckets, op, into_result=not in_place, wire=wire)
-            )
-        return how
+        ranks, buckets, wire = self._communicator, self._buckets, options.wire
+        if not self._on_device:
+            return InPlaceRoute(ranks, buckets, op, into_result=not in_place, wire=wire)
+        packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
+        path = path_word(options, reducer.algorithm._device_path)
+        return gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
 
-    def _ways(
-        self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str
-    ) -> list[tuple[Pack, Way]]:
-        """Return the buckets and how `all_reduce` would combine them, for `Strategy.explain`."""
+    def _lines(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, where: str) -> list[str]:
+        """Return how `all_reduce` would combine the buckets, in the lines of `Strategy.explain`."""
         check_dtypes(self._buckets, op, where)
-        ways = self._routes[self._how(reducer, op, options, self._in_place)].describe(self._own_arrays)
+        ways = self._route(reducer, op, options, self._in_place).describe(self._own_arrays)
         packs = [pack for pack in self._packs if pack.size]
-        return [(pack, way) for pack, (_, way) in zip(packs, ways, strict=True)]
+        return ways_in_words([(pack, way) for pack, (_, way) in zip(packs, ways, strict=True)])
 
     def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
         """Send replica 0's arrays to all replicas, and return `values`; the caller has entered the guard's call."""
@@ -345,21 +315,6 @@ class Arena(ArenaBase[T]):
         """Return the ranks that want a result, in words; as `mpistrategy.reduction.inputs.resolve`."""
         is_own = destinations is self or destinations is self._values
         return EVERY_RANK.text if is_own else resolve(destinations, self._communicator, where).text
-
-
-class ArenaPlan(Compared, CallPlan):
-    """The plan of an arena that is reduced in place.  It holds no reference to the arena, which may be closed."""
-
-    reducer: Reducer
-    how: _How
-
-    def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
-        """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
-        value._check(self.reducer, call.where, out)
-        results = self.carry_out(call, value._routes[self.how], value._own_arrays)
-        if self.how[3]:
-            return value._values
-        return value._structure.pack(value._views(results)) if value._on_device else value._result
 
 
 #: More than any arena has: all arrays of a dtype lie in one bucket.
@@ -444,12 +399,13 @@ class Replicas:
 
 
 class InPlaceRoute(Transfer):
-    """The route of the buckets of an arena.
+    """The route of the buckets of an arena: in place if the ranks see each other's arrays; else as other arrays go.
+
+    Between nodes, sums of a node are sent from where they are, if some are large and all keep their dtype.
 
     Args:
         ranks: the ranks that take part.
-        packs: the arrays that `bring` and `run` get, each by itself.
-        buckets: the arrays of this node, one bucket for each pack.
+        buckets: the arrays of this node, of each array of `bring` and `run` one.
         op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
         into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
@@ -458,86 +414,60 @@ class InPlaceRoute(Transfer):
     def __init__(
         self,
         ranks: Ranks,
-        packs: tuple[Pack, ...],
         buckets: Sequence[Replicas],
         op: ReduceOp,
         *,
         into_result: bool,
         wire: str | None,
     ) -> None:
-        self.packs = packs
         self._ranks = ranks
-        self._buckets = [_Bucket(ranks, bucket, op, bucket.result if into_result else None, wire) for bucket in buckets]
+        self._own_arrays = [bucket.own_array for bucket in buckets]
+        self._results: list[Any] = [bucket.result for bucket in buckets] if into_result else self._own_arrays
+        self._route = CommunicatorRoute(ranks, packs_of(layouts_of(self._own_arrays), 1), op, wire=wire)
+        self.packs = tuple(sorted(self._route.packs, key=lambda pack: pack.members[0].index))
+        is_shared = buckets[0].is_shared
+        self._is_one_result: bool = into_result and is_shared
+        #: Else the first rank of the node writes the result for all.
+        self._writes_here: bool = not self._is_one_result or buckets[0].local_rank == 0
+        lanes: Lanes | None = None
+        if is_shared and not ranks.is_simulated and "lanes" in map(self._route.name_of, self.packs):
+            lanes = across_nodes(ranks)
+        keep_dtype = all(host_wire_dtype(array.dtype) == array.dtype for array in self._own_arrays)
+        sends_sums = lanes is not None and lanes.node_sum is not None and keep_dtype
+        #: What combines each bucket where it is; nothing where they go as other arrays.
+        self._in_place: list[Callable[[], None]] = []
+        for bucket in buckets if sends_sums or (is_shared and ranks.nodes == 1) else ():
+            arrays, text, dtype = bucket.arrays, op._on_the_wire, bucket.own_array.dtype
+            targets: Any = (bucket.result,) if into_result else arrays
+            divisor = op._divisor(dtype, ranks.size)
+            if lanes is not None:
+                wire_dtype = self._route.dtype_between_nodes(dtype)
+                self._in_place.append(partial(lanes.in_place, arrays, targets, text, wire_dtype, divisor))
+            else:
+                share = ShareOfNode(arrays, targets, text, divisor, bucket.local_rank)
+                self._in_place.append(share.combine)
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Any]:
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Return the memory that messages need besides the arrays."""
-        return [bucket.bring() for bucket in self._buckets]
+        own_results = self._results if self._writes_here else None
+        return None if self._in_place else self._route.bring(self._own_arrays, own_results)
 
-    def run(self, arrays: Sequence[Array], memory: list[Any]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Combine the buckets on all nodes, and return the arrays with the results."""
         with np.errstate(all="ignore"):
-            for bucket, room in zip(self._buckets, memory, strict=True):
-                if bucket.own_array.size:  # else nodes may have different numbers of ranks
-                    bucket.run(room)
+            for combine in self._in_place:
+                combine()
+            if not self._in_place:
+                if self._is_one_result:
+                    self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
+                totals = self._route.run(self._own_arrays, memory)
+                write(totals if self._writes_here else [], self._results)
         self._ranks.node_barrier()
-        return [bucket.own_array if bucket.result is None else bucket.result for bucket in self._buckets]
+        return self._results
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a bucket is combined; see `Transfer.way`."""
-        return self._buckets[pack.members[0].index].way()
-
-
-class _Bucket:
-    """How one bucket is combined: in place if the ranks see each other's arrays; else it is sent as other arrays are.
-
-    Between nodes, sums of a node that keep their dtype are sent from where they are.  Small sums take one call of MPI.
-    Sums of another dtype are copied.
-    """
-
-    def __init__(self, ranks: Ranks, replicas: Replicas, op: ReduceOp, result: Array | None, wire: str | None) -> None:
-        own_array, text = replicas.own_array, op._on_the_wire
-        self.own_array: Array = own_array
-        self.result: Array | None = result
-        self._ranks, self._replicas, self._op = ranks, replicas, text
-        self._targets: Sequence[Array] = replicas.arrays if result is None else (result,)
-        self._divisor = op._divisor(own_array.dtype, ranks.size)
-        is_written_here = result is None or not replicas.is_shared or replicas.local_rank == 0
-        #: Where messages write the result; None where the first rank of the node writes it for all.
-        self._target: Array | None = (own_array if result is None else result) if is_written_here else None
-        #: The dtype in which sums travel between nodes, where it differs from theirs.
-        self._wire: reduced_precision.Wire = reduced_precision.between_nodes(ranks, wire, own_array.dtype, text)
-        self._route = CommunicatorRoute(ranks, packs_of(layouts_of([own_array]), 1), op, wire=wire)
-        self._share: ShareOfNode | None = None
-        if replicas.is_shared and ranks.nodes == 1:
-            self._share = ShareOfNode(replicas.arrays, self._targets, text, self._divisor, replicas.local_rank)
-        is_split = ranks.nodes > 1 and len(replicas.arrays) > 1
-        sees_node = is_split and not ranks.is_simulated and across_nodes(ranks).node_sum is not None
-        is_sent = self._wire is not None or ranks.route(own_array.nbytes, own_array.dtype, text) == "lanes"
-        #: Whether the sums of the node go to other nodes from where they are.
-        self._by_lanes: bool = sees_node and is_sent and host_wire_dtype(own_array.dtype) == own_array.dtype
-
-    def bring(self) -> Any:
-        """Return the memory that is needed besides the arrays."""
-        is_in_place = self._share is not None or self._by_lanes
-        return None if is_in_place else self._route.bring([self.own_array], [self._target])
-
-    def run(self, memory: Any) -> None:
-        """Combine the bucket, after the agreement."""
-        if self._share is not None:
-            self._share.combine()
-        elif self._by_lanes:
-            lanes = across_nodes(self._ranks)
-            lanes.in_place(self._replicas.arrays, self._targets, self._op, self._wire, self._divisor)
-        else:
-            if self.result is not None and self._replicas.is_shared:
-                self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
-            [total] = self._route.run([self.own_array], memory)
-            if self._target is not None and total is not self._target:
-                np.copyto(self._target, total, casting="unsafe")
-
-    def way(self) -> Way:
-        """Return how the bucket is combined; see `Transfer.way`."""
-        if self._share is None:
-            return self._route.way(self._route.packs[0], [self.own_array])
-        target = "every one" if self.result is None else "the node's one result"
-        return f"where the arrays are, each rank 1/{len(self._replicas.arrays)} of them, into {target}", ()
+        if not self._in_place or self._ranks.nodes > 1:
+            return self._route.way(pack, self._own_arrays)
+        target = "the node's one result" if self._is_one_result else "every one"
+        return f"where the arrays are, each rank 1/{self._ranks.size} of them, into {target}", ()

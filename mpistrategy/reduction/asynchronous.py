@@ -37,9 +37,9 @@ from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.objects.settings import NotPickled
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
-from mpistrategy.reduction.inputs import EVERY_RANK, check_order, leaves_like
+from mpistrategy.reduction.gpu import GpuRoute
+from mpistrategy.reduction.inputs import EVERY_RANK, leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer, checked_inputs, outputs_for
-from mpistrategy.reduction.routes.gpu import GpuRoute
 from mpistrategy.reduction.transfer import layouts_of
 
 _WHERE = "ReplicaContext.all_reduce_async"
@@ -125,35 +125,44 @@ def start_all_reduce(
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     ranks, arena = reducer.communicator, value if isinstance(value, Arena) else None
     is_on_gpu = type(value) is not np.ndarray and _is_on_device(value)
-    background: Background | None = None
-    if is_on_gpu or ranks.nodes > 1:
-        agree = partial(_first_call, ranks.guard, name)
-        if in_jax_trace():
-            agree(lambda: None)  # the call refuses it, and tells the other ranks
-        if not is_on_gpu:
-            background = background_of(ranks, agree)
-        else:
-            handle = _start_on_gpu(reducer, reduce_op, value, reducer.options.merge(options), name, out)
-            if handle is not None:
-                return handle
-    if background is None:  # also for arrays on a host and a GPU together: another thread has another stream
-        if arena is not None:
-            with Call(ranks.guard, _CALL, name):  # the other ranks hear of an error
-                _parts(reducer, ReduceOp._parse(reduce_op, _WHERE), arena, out)
+    if ranks.nodes == 1 and not is_on_gpu and arena is None:
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
+    at_once = partial(reducer.run, _CALL, AllReduce, reduce_op, value, options, name, out)
+    agree, settings = partial(_first_call, ranks.guard, name), reducer.options.merge(options)
+    if in_jax_trace():
+        agree(lambda: None)  # the call refuses it, and tells the other ranks
+    begun: _Begun | None = None
+    failure: Exception | None = None
     try:
-        value, out = _parts(reducer, ReduceOp._parse(reduce_op, _WHERE), value, out)
+        op = ReduceOp._parse(reduce_op, _WHERE)
+        value, out = _parts(reducer, op, value, out)
+        if is_on_gpu:
+            begun = _Begun(reducer, op, value, out, settings)
         leaves, structure = nest.flatten_without_none(value)
         leaves_like(out, structure, _WHERE)
         # The caller may put other arrays into the nest meanwhile.
-        snapshot = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves])
-        # A reducer on the thread's communicator; a started reduction goes on with the present algorithm and options.
-        make = partial(Reducer, background.communicator, reducer.algorithm, reducer.options)
-        work = partial(reducer.cached(background, make).run, _CALL, AllReduce, reduce_op, snapshot, options, name, out)
+        value = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves])
     except Exception as error:  # the peers start theirs: they must hear of it there
-        work = partial(_fail, background.communicator.guard, name, error)
+        failure = error
+    path = chosen_path(ranks).name if begun is None else begun.path_name
+    # This thread does work that waits for nothing.
+    is_here = is_on_gpu and path in ("", *ON_THE_STREAM)
+    background = None if is_here else background_of(ranks, agree, waits_for_gpu=is_on_gpu)
+    if (background is None and not is_on_gpu) or not path:  # also for arrays on a host and a GPU together
+        return AllReduceHandle(at_once() if failure is None else _fail(ranks.guard, name, failure))
+    where = ranks if background is None else background.communicator
+    if failure is not None:
+        work = partial(_fail, where.guard, name, failure)
+    elif begun is not None:
+        work = partial(begun.work, where, name, settings)
+    else:  # a reducer on the thread's communicator; it goes on with the present algorithm and options
+        thread = reducer.cached(background, partial(Reducer, where, reducer.algorithm, reducer.options))
+        work = partial(thread.run, _CALL, AllReduce, reduce_op, value, options, name, out)
     # The thread has entered nothing; an algorithm of the program's own may ask for its strategy.
-    return _start(ranks, background, work, arena=arena, in_step=current_frame() or nullcontext())
+    work = partial(_in_background, where, call_site(), current_frame() or nullcontext(), work)
+    under_way = None if background is None else _UnderWay(work, background, ranks.guard)
+    values = None if arena is None else arena._values
+    return AllReduceHandle(work() if under_way is None else None, under_way, begun, values)
 
 
 def _parts(reducer: Reducer, op: ReduceOp, value: Any, out: Any) -> tuple[Any, Any]:
@@ -174,22 +183,6 @@ def _parts(reducer: Reducer, op: ReduceOp, value: Any, out: Any) -> tuple[Any, A
         )
     check_dtypes(value._buckets, op, _WHERE)
     return [*value._own_arrays], [*value._own_arrays]
-
-
-def _start(
-    ranks: Ranks,
-    background: Background | None,
-    work: Callable[[], Any],
-    gpu_reduction: _Begun | None = None,
-    arena: Arena[Any] | None = None,
-    in_step: AbstractContextManager[Any] | None = None,
-) -> AllReduceHandle[Any]:
-    """Return the handle of work in the background, or done here without one; an arena's values are its result."""
-    where = ranks if background is None else background.communicator
-    work = partial(_in_background, where, call_site(), in_step or nullcontext(), work)
-    under_way = None if background is None else _UnderWay(work, background, ranks.guard)
-    values = None if arena is None else arena._values
-    return AllReduceHandle(work() if under_way is None else None, under_way, gpu_reduction, values)
 
 
 def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
@@ -224,31 +217,6 @@ def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------- in GPU memory
-
-
-def _start_on_gpu(
-    reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions, name: str | None, out: Any
-) -> AllReduceHandle[Any] | None:
-    """Start an all-reduce of arrays in GPU memory; None where not all arrays are there, or the host combines them."""
-    ranks, arena = reducer.communicator, value if isinstance(value, Arena) else None
-    reduction: _Begun | None = None
-    try:
-        op = ReduceOp._parse(reduce_op, _WHERE)
-        reduction = _Begun(reducer, op, *_parts(reducer, op, value, out), options)
-        path_name = reduction.path_name
-        if not path_name:
-            return None
-    except Exception as error:  # the peers start theirs: they must hear of it there
-        failure = error
-        path_name = chosen_path(ranks).name
-    # The caller's thread does work that waits for nothing.
-    background = None
-    if path_name not in ON_THE_STREAM:
-        background = background_of(ranks, partial(_first_call, ranks.guard, name), waits_for_gpu=True)
-    where = ranks if background is None else background.communicator
-    if reduction is None:
-        return _start(ranks, background, partial(_fail, where.guard, name, failure))
-    return _start(ranks, background, partial(reduction.work, where, name, options), reduction, arena)
 
 
 class _Stream(Freed):
@@ -312,15 +280,13 @@ class _Begun:
         ranks, self._guard = reducer.communicator, reducer.communicator.guard
         if any(isinstance(component, Mirrored) for component in components) or not all(map(is_on_device, self._arrays)):
             return
-        for array in self._arrays:
-            check_order(array.dtype, op, _WHERE)
         route = reducer.plan_for(layouts_of(self._arrays), op, options, on_gpu=True)
         if not isinstance(route, GpuRoute):
             return
         self._route, self._op, self._settings = route, op, reducer.algorithm._settings(options)
         self._device: Any = self._arrays[0].device
         with self._device:
-            own_results = None if memory is None else route.own_results(self._arrays, memory)
+            own_results = None if memory is None else route.direct(self._arrays, memory)
             self._memory = route.bring(self._arrays, own_results)
             self._stream = ranks.once((_Stream, self._device.id), _Stream)
             self._packed = self._stream.note()

@@ -47,12 +47,11 @@ from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.settings import checked_count, checked_switch
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction import gpu
 from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind
 from mpistrategy.reduction.plan import CallPlan, Compared, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
-from mpistrategy.reduction.routes import gpu
-from mpistrategy.reduction.routes.host import in_mailboxes
-from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, layouts_of
+from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, in_mailboxes, layouts_of
 
 Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
 
@@ -179,10 +178,7 @@ class Gathering(Collective):
         self._own_lengths = np.array(self._lengths, np.int64)
         self.sparingly: bool = not any(map(is_on_device, arrays))
         header = layouts_of([self._own_lengths])
-        boxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
-        #: Whether this rank's arrays lie in its mailbox.
-        self._fits = boxes is not None
-        self._in_mailboxes = boxes or in_mailboxes(ranks, header, ranks.size)
+        self._in_mailboxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
         if self._in_mailboxes is None:
             self._numbers = NumbersOfRanks(ranks, len(arrays))
 
@@ -200,7 +196,7 @@ class Gathering(Collective):
         else:
             arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
             lengths = np.array([own_arrays[0] for own_arrays in arrays_of_ranks])
-            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
+            if lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
                 return [*map(np.concatenate, [*zip(*arrays_of_ranks, strict=True)][1:], self._axes)]
         blocks = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._ranks, list(zip(blocks, lengths.T.tolist(), strict=True)), self._into)
@@ -385,12 +381,10 @@ class Scattered(General):
 # ------------------------------------------------------------------------------------------------- IndexedSlices
 
 
-def concatenate(communicator: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
+def concatenate(communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
     """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
-    lengths: Array = np.zeros(communicator.size, np.int64)
-    communicator.allgatherv(np.array([slices.values.shape[0]]), [1] * communicator.size, lengths)
-    rows = lengths.tolist()
-    values, indices = gather_all(communicator, [(slices.values, rows), (slices.indices, rows)])
+    call.expect_more()
+    values, indices = gather(communicator, [slices.values, slices.indices], 0, call)
     if op is ReduceOp.MEAN:
         values = communicator.guard.on_all(lambda: divide(values, communicator.size))
     return IndexedSlices(values, indices, slices.dense_shape)
@@ -487,27 +481,28 @@ class FromRoot(Collective):
         if self._in_mailboxes is not None:
             if self._ranks.rank == self._root:
                 self._in_mailboxes.put(arrays)
-            return None, []
-        gpu_arrays = [array for array in arrays if is_on_device(array)]
-        memory, copies = gpu.packed(gpu_arrays) if gpu_arrays else (None, [])
+            return None
         in_place = targets is not None
-        return memory, [
-            copies.pop(0) if is_on_device(a) else a if in_place and a.flags.c_contiguous else np.array(a, order="C")
+        return [
+            gpu.copy_in_memory(a)
+            if is_on_device(a)
+            else a
+            if in_place and a.flags.c_contiguous
+            else np.array(a, order="C")
             for a in arrays
         ]
 
-    def run(self, arrays: Sequence[Any], memory: tuple[Any, list[Array]]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the root's arrays, after that."""
         if self._in_mailboxes is not None:
             return [*map(np.array, self._in_mailboxes.arrays_of_ranks()[self._root])]
-        on_gpu, results = memory
-        for result in results:
+        for result in memory:
             if not is_on_device(result):
                 self._ranks.bcast(result, self._root)
-        if on_gpu is not None and on_gpu.size:
-            with on_gpu.device:
-                device_path(self._ranks).bcast(self._ranks, on_gpu, self._root)
-        return results
+            elif result.size:
+                with result.device:
+                    device_path(self._ranks).bcast(self._ranks, result.reshape(-1), self._root)
+        return list(memory)
 
     def answer(self) -> None:
         """Send the root's structure."""

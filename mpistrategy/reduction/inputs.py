@@ -16,7 +16,6 @@ import numpy as np
 
 from mpistrategy.arrays import devices, nest
 from mpistrategy.arrays.convert import (
-    are_apart,
     array_where_it_is,
     as_device_array,
     check_places,
@@ -27,7 +26,7 @@ from mpistrategy.arrays.convert import (
     like_given,
     reducible,
 )
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number, mean_dtype
 from mpistrategy.arrays.nest import Structure
 from mpistrategy.arrays.values import (
     ArrayLike,
@@ -51,7 +50,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.routes.gpu import move
+from mpistrategy.reduction.gpu import move
 from mpistrategy.reduction.transfer import Layout
 
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
@@ -65,24 +64,44 @@ _is_writeable = attrgetter("flags.writeable")
 
 
 def checked_leaves(
-    values: Sequence[Any], paths: Callable[[], list[str]], where: str, dense: type[MpiStrategyError] | None = None
+    values: Sequence[Any],
+    paths: Callable[[], list[str]],
+    where: str,
+    dense: type[MpiStrategyError] | None = None,
+    op: ReduceOp | None = None,
 ) -> list[Any]:
-    """Return the array of every leaf, or its IndexedSlices; `dense`, if given, is raised for IndexedSlices.
+    """Return each leaf as what `op`, or some operation, can reduce; see `checked_value`.
 
     Raises:
         LeafError, DTypeError, UnsupportedError: for values that cannot be reduced; names the leaf.
     """
     try:
-        return [_checked(value, "", where, dense) for value in values]
+        return [checked_value(value, where, op, "", dense) for value in values]
     except MpiStrategyError:
         pass  # once more, to say which leaf it is
-    return [_checked(value, path, where, dense) for value, path in zip(values, paths(), strict=True)]
+    return [checked_value(value, where, op, path, dense) for value, path in zip(values, paths(), strict=True)]
 
 
-def _checked(value: Any, path: str, where: str, dense: type[MpiStrategyError] | None) -> Any:
+def checked_value(
+    value: Any, where: str, op: ReduceOp | None = None, path: str = "", dense: type[MpiStrategyError] | None = None
+) -> Any:
+    """Return a value as what `op` can reduce: its array, or its IndexedSlices.
+
+    Args:
+        value: of this rank.
+        where: the public name in the error.
+        op: the operation; None: not known yet.
+        path: how the leaf is reached in the caller's structure.
+        dense: is raised for IndexedSlices.
+
+    Raises:
+        LeafError, DTypeError, UnsupportedError, ShapeError: for values that cannot be reduced.
+    """
     component = local_component(value)
     if not isinstance(component, IndexedSlices):
-        return reducible(component, where, path)
+        array = reducible(component, where, path)
+        check_order(array.dtype, op, where)
+        return array
     if dense is not None:
         raise dense.at(
             where,
@@ -90,7 +109,7 @@ def _checked(value: Any, path: str, where: str, dense: type[MpiStrategyError] | 
             expected="an array: with out=, with weight= and in an arena",
             fix="Use to_dense().",
         )
-    return component
+    return component if op is None else checked_slices(component, op, where)
 
 
 def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) -> list[Any] | None:
@@ -118,32 +137,19 @@ def _on_host(leaf: Any) -> Array:
 
 
 def takes(out: Any, where: Structure, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
-    """Return whether `out` is such a nest of ordinary arrays, of these dtypes, and of the shapes of arrays."""
+    """Return whether `out` is such a nest of arrays like these, of these dtypes."""
     structure = nest.leaves_of(out)
     if structure is None or structure.text != where.text:
         return False
     rows = zip(where.take(out), arrays, dtypes, strict=True)
     return all(
-        type(target) is np.ndarray and (target.dtype, target.shape) == (kind, like.shape) for target, like, kind in rows
+        type(target) is type(like) and (target.dtype, target.shape) == (kind, like.shape) for target, like, kind in rows
     )
 
 
 def writable(targets: Sequence[Array]) -> bool:
     """Return whether results can be written to all targets, and no target occurs twice."""
     return all(map(_is_writeable, targets)) and (len(targets) == 1 or len({*map(id, targets)}) == len(targets))
-
-
-def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | None] | None:
-    """Return for each array the target itself where its result may be written there while others are read.
-
-    None for an array means that its result is copied there at the end; None instead of a list: all results are.
-    """
-    sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
-    # Arrays that own their memory share none with each other.
-    alone = not sources and all(target.base is None for target in targets)
-    if alone or are_apart([*targets, *sources]):
-        return [target if is_buffer(target) else None for target in targets]
-    return None
 
 
 def unpacked(value: Any) -> Any:
@@ -232,22 +238,7 @@ def own_component(value: Any, op: ReduceOp, where: str) -> Any:
     return value if isinstance(value, Mirrored) else contribution(value)
 
 
-def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return a component as what `op` can reduce: an array, IndexedSlices, or the value itself when it is Mirrored.
-
-    Raises:
-        LeafError, DTypeError, UnsupportedError, ShapeError: for values that cannot be reduced.
-    """
-    if isinstance(value, Mirrored):
-        return value
-    if isinstance(value, IndexedSlices):
-        return checked_slices(value, op, where)
-    array = reducible(value, where)
-    check_order(array.dtype, op, where)
-    return array
-
-
-def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:
+def check_order(dtype: np.dtype[Any], op: ReduceOp | None, where: str) -> None:
     """Raise DTypeError for MIN and MAX of complex numbers."""
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
         raise DTypeError.at(
@@ -293,7 +284,7 @@ def layout_of_slices(slices: IndexedSlices) -> tuple[str, tuple[int, ...]]:
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
     """Copy results into arrays of their dtypes and shapes: arrays in GPU memory all at once, on the current stream."""
     on_gpu: list[tuple[Any, Any]] = []
-    for result, target in zip(results, targets, strict=True):
+    for result, target in zip(results, targets):  # noqa: B905  # `strict` takes as long as a copy
         if is_on_device(target):
             on_gpu.append((as_device_array(result, "a result in GPU memory"), target))
         elif result is not target:

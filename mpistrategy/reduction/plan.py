@@ -14,34 +14,42 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_cupy, is_on_device
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, quietly, sum_dtype_of_mean, wire_dtype
+from mpistrategy.arrays.convert import host_array, is_cupy
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.nest import Structure
-from mpistrategy.arrays.values import Mirrored, is_arena
+from mpistrategy.arrays.values import is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.guard import ALWAYS, time_limit
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, direct, in_kind, writable, write
-from mpistrategy.reduction.routes.gpu import move
-from mpistrategy.reduction.routes.host import (
+from mpistrategy.reduction.gpu import GpuRoute
+from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, in_kind, writable, write
+from mpistrategy.reduction.transfer import (
     CommunicatorRoute,
     FirstMessageRoute,
+    Layout,
+    MailboxArrays,
     MailboxRoute,
+    Pack,
+    Targets,
+    Transfer,
+    Way,
+    dtypes_of_results,
+    finish,
     fits_mailbox,
     fits_message,
     flat_layouts,
     in_mailboxes,
+    packs_of,
 )
-from mpistrategy.reduction.transfer import Layout, Pack, Targets, Transfer, Way, divide, finish, packs_of, rounded
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
@@ -72,14 +80,12 @@ class Plan(Transfer):
         self._size = ranks.size
         # Between nodes other memory only costs time.
         self.least_in_place: int = _LEAST_IN_PLACE if ranks.nodes == 1 else 0
-        self.results: list[np.dtype[Any]] = [
-            mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts
-        ]
+        self._results = dtypes_of_results(layouts, op)
         self.writes_targets: bool = route.writes_targets
         #: For each array the operation that is left to do: a division of integers, a rounding (SUM), or None.
         self._left = [
             None if host_wire_dtype(dtype) == dtype == result else op if dtype.kind in "iu" else ReduceOp.SUM
-            for (dtype, _), result in zip(layouts, self.results, strict=True)
+            for (dtype, _), result in zip(layouts, self._results, strict=True)
         ]
         self._is_exact = not any(self._left)
 
@@ -87,7 +93,7 @@ class Plan(Transfer):
         """Take memory for the results, and prepare the route before the ranks agree on the call."""
         if self._is_exact:
             return self.route.bring(arrays, targets)
-        rows = zip(targets or [None] * len(arrays), self.layouts, self.results, self._left, strict=True)
+        rows = zip(targets or [None] * len(arrays), self.layouts, self._results, self._left, strict=True)
         rooms = [None if op is None else _room(target, dtype, shape) for target, (_, shape), dtype, op in rows]
         return rooms, self.route.bring(arrays, targets)
 
@@ -120,13 +126,6 @@ def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     return Plan(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
-def in_place_targets(plan: Transfer, arrays: Sequence[Array]) -> Targets:
-    """Return the arrays that their results may be written over; None where other memory is faster."""
-    if sum([array.nbytes for array in arrays]) < plan.least_in_place:
-        return None
-    return [array if array.flags.c_contiguous else None for array in arrays]
-
-
 def run_plan(
     plan: Transfer, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True
 ) -> list[Array]:
@@ -138,7 +137,7 @@ def run_plan(
         agree: compares the call between the ranks.
         in_place: whether the results are written over them.
     """
-    memory = plan.bring(arrays, in_place_targets(plan, arrays) if in_place else None)
+    memory = plan.bring(arrays, plan.direct(arrays, arrays) if in_place else None)
     agree()
     totals = plan.run(arrays, memory)
     if in_place:
@@ -259,7 +258,7 @@ class ArraysPlan(Compared):
 
 
 class NestPlan(Compared, CallPlan):
-    """The plan of arrays and numbers on the host, alone or in plain nests; `out` is of the kind of the first call.
+    """The plan of arrays and numbers on the host, or of CuPy arrays, in plain nests; `out` is of the first call's kind.
 
     With a destination the results are `Mirrored`, and `out` says where they go.
 
@@ -287,7 +286,8 @@ class NestPlan(Compared, CallPlan):
         self.leaves: Structure = leaves
         self.transfer: Transfer = transfer
         self.destination: Destination | None = destination
-        self._only_arrays = kinds == _ARRAYS
+        self._is_on_gpu = isinstance(transfer, GpuRoute)
+        self._only_arrays = kinds == _ARRAYS or self._is_on_gpu
         #: Of arrays of other libraries, which are looked at in each call.
         self._layouts = None if kinds <= _ARRAYS | _NUMBERS else transfer.layouts
 
@@ -296,38 +296,21 @@ class NestPlan(Compared, CallPlan):
         leaves, destination = self.leaves.take(value), self.destination
         targets = None if out is None or destination is not None else self.leaves.take(out)
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._layouts)
-        if arrays is None or not (targets is None or writable(targets)):
+        fits = targets is None or (out is value if self._is_on_gpu else writable(targets))
+        if arrays is None or not fits:
             return self.otherwise.run(call, value, out, weight)
-        if targets is None:
-            results = self.carry_out(call, self.transfer, arrays)
-            in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
-            if destination is not None:
-                text = destination.text
-                in_kinds = [Mirrored((result,) if destination.is_here else (), text) for result in in_kinds]
-            return self.leaves.pack(in_kinds)
-        direct_targets = direct(targets, arrays) if self.transfer.writes_targets else None
-        results = self.carry_out(call, self.transfer, arrays, direct_targets)
-        for target, result in zip(targets, results):  # noqa: B905  # `strict` takes as long as a copy
-            if result is not target:
-                target[...] = result
-        return out
-
-
-class DevicePlan(NestPlan):
-    """The plan of nests of CuPy arrays; its transfer is a `GpuRoute`."""
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the reduction; see `CallPlan.run`."""
-        arrays: Any = self.leaves.take(value)
-        route: Any = self.transfer
-        if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
-            return self.otherwise.run(call, value, out, weight)
-        results = self.carry_out(call, route, arrays, None if out is None else route.own_results(arrays, arrays))
-        if out is None:
-            return self.leaves.pack(results)
-        with arrays[0].device:
-            move(results, arrays)
-        return out
+        transfer = self.transfer
+        if weight is not None:
+            transfer.weight = checked_weight(weight, ReduceOp.MEAN, call.where)
+        if targets is not None:
+            direct_targets = transfer.direct(arrays, targets) if transfer.writes_targets else None
+            write(self.carry_out(call, transfer, arrays, direct_targets), targets)
+            return out
+        results = self.carry_out(call, transfer, arrays)
+        in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
+        if destination is not None:
+            in_kinds = map(destination.mirrored, in_kinds)
+        return self.leaves.pack(in_kinds)
 
 
 def kind_of(value: Any) -> Any:
@@ -382,10 +365,7 @@ def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
         raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
     if type(weight) in (int, float) and 0 <= weight < 2**63:  # larger ones, and other numbers, take longer
         return float(weight)
-    try:
-        array = np.asarray(weight)
-    except (TypeError, ValueError):  # a ragged list, say
-        array = np.empty(1)
+    array = host_array(weight) if np.isscalar(weight) or hasattr(weight, "dtype") else np.empty(1)
     if array.ndim != 0 or array.dtype.kind not in "iuf":
         raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
     number = float(array)
@@ -402,8 +382,13 @@ def normalized(weights: Sequence[float]) -> tuple[list[float], float]:
     return [math.ldexp(weight, -exponent - shift) for weight in weights], math.ldexp(total, -shift)
 
 
-def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) -> Array:
-    """Return this rank's summand, in the `dtype_of_products`: its values times its normalized weight, `factor`."""
+@quietly
+def product(array: Array, weight: float, factor: float) -> Array:
+    """Return this rank's summand: its values times its normalized weight, `factor`.
+
+    For integers it is of float64, which no wire= rounds.
+    """
+    dtype = np.dtype(np.float64) if array.dtype.kind in "iu" else wire_dtype(array.dtype)
     if weight == 0:
         return np.zeros_like(array, dtype)
     # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
@@ -413,99 +398,56 @@ def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) ->
     return products.astype(dtype, copy=False)
 
 
-def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values times weights are summed.  For integers: float64, which no wire= rounds."""
-    return np.dtype(np.float64) if dtype.kind in "iu" else wire_dtype(dtype)
-
-
-def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """Return the layouts of the products, which are summed."""
-    return tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
-
-
 class WeightedMeans(Transfer):
-    """The weighted means of arrays.
+    """The weighted means of small arrays, which lie in the mailboxes beside the weight and the check of the call.
 
-    On a node small arrays lie in the mailboxes, beside the weight and the check of the call, and each rank adds up the
-    arrays of all ranks in float64.  Else the ranks learn the weights with the check, and then add up the products.
+    Each rank adds up the arrays of all ranks in float64.
+
+    Args:
+        layouts: dtype and shape of each array.
+        boxes: the arrays of all ranks, after their weights.
+    """
+
+    def __init__(self, layouts: tuple[Layout, ...], boxes: MailboxArrays) -> None:
+        self.layouts = layouts
+        self._in_mailboxes = boxes
+        self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
+        self._dtypes_of_products = [np.result_type(dtype, np.float64) for dtype, _ in layouts]
+        #: The weights of the latest call, and what follows from them: the ranks that count, with their normalized
+        #: weights, and the sum of these.
+        self._latest: tuple[Any, Any, Any] = None, None, None
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Give the weight and the arrays, before the ranks agree on the call."""
+        self._in_mailboxes.put([self.weight, *arrays])
+
+    def run(self, arrays: Sequence[Array], memory: None) -> list[Array]:
+        """Return the means; NaN where all weights are 0."""
+        arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
+        weights = [float(arrays[0]) for arrays in arrays_of_ranks]
+        with np.errstate(all="ignore"):
+            if weights != self._latest[0]:
+                factors, total = normalized(weights)
+                # Where all weights are 0, the means are NaN.
+                ranks = [rank for rank, weight in enumerate(weights) if weight or total == 0]
+                self._latest = weights, [(rank, np.asarray(factors[rank])) for rank in ranks], np.asarray(total)
+            _, shares, divisor = self._latest
+            means: list[Array] = []
+            for number, (dtype, wide) in enumerate(zip(self._results, self._dtypes_of_products), 1):  # noqa: B905
+                products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
+                means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
+        return means
+
+
+def weighted_means(ranks: Ranks, layouts: tuple[Layout, ...], means: Transfer | None) -> WeightedMeans | None:
+    """Return how weighted means travel with the check of the call; None for arrays whose products are summed.
 
     Args:
         ranks: the ranks that take part.
         layouts: dtype and shape of each array.
-        sums: adds up the products.
-
-    Attributes:
-        weight: of this rank's arrays; set before each call.
+        means: how their plain means are taken.
     """
-
-    weight: float
-
-    def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], sums: Transfer) -> None:
-        self._ranks, self._sums = ranks, sums
-        self.layouts = layouts
-        self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
-        self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
-        self._weights = NumbersOfRanks(ranks, 1)
-        #: For the mailboxes: the dtype of each mean, and that of its products.
-        self._wide = [(mean_dtype(dtype), np.result_type(dtype, np.float64)) for dtype, _ in layouts]
-        #: The weights of the latest call in the mailboxes, and what follows from them: the ranks that count, with their
-        #: normalized weights, and the sum of these.
-        self._latest: tuple[Any, Any, Any] = None, None, None
-        # Other routes keep the algorithm's own order of additions: the order of the values, say.
-        is_small = isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute)
-        self._in_mailboxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
-
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Give the weight, and small arrays, before the ranks agree on the call."""
-        if self._in_mailboxes is None:
-            return self._weights.bring(self.weight)
-        self._in_mailboxes.put([self.weight, *arrays])
-        return None
-
-    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
-        """Return the means; NaN where all weights are 0."""
-        if self._in_mailboxes is not None:
-            with np.errstate(all="ignore"):
-                return self._means_here(self._in_mailboxes.arrays_of_ranks())
-        me, weights = self._ranks.rank, self._weights.numbers_of_ranks(memory).ravel().tolist()
-        factors, total = normalized(weights)
-        work = partial(self._products_and_memory, arrays, weights[me], factors[me])
-        products, rooms, memory_of_sums = self._ranks.guard.on_all(work)
-        sums = self._sums.run(products, memory_of_sums)
-        return [*map(rounded, [divide(array, total) for array in sums], self.results, rooms)]
-
-    def _means_here(self, arrays_of_ranks: list[list[Array]]) -> list[Array]:
-        """Return the means of the arrays in the mailboxes."""
-        weights = [float(arrays[0]) for arrays in arrays_of_ranks]
-        if weights != self._latest[0]:
-            factors, total = normalized(weights)
-            # Where all weights are 0, the means are NaN.
-            shares = [(rank, np.asarray(factor)) for rank, factor in enumerate(factors) if weights[rank] or total == 0]
-            self._latest = weights, shares, np.asarray(total)
-        _, shares, divisor = self._latest
-        means = []
-        for number, (dtype, wide) in enumerate(self._wide, 1):
-            products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
-            means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
-        return means
-
-    @quietly
-    def _products_and_memory(self, arrays: Sequence[Array], weight: float, factor: float) -> tuple[Any, Any, Any]:
-        """Return the products, memory for means of another dtype than their sums, and memory for the sums."""
-        products = [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
-        rooms = [
-            None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
-            for array, dtype in zip(products, self.results, strict=True)
-        ]
-        return products, rooms, self._sums.bring(products)
-
-
-class WeightedPlan(NestPlan):
-    """The plan of weighted means of nests of arrays and numbers on the host; its transfer is a `WeightedMeans`."""
-
-    transfer: WeightedMeans
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the means; see `CallPlan.run`."""
-        self.transfer.weight = checked_weight(weight, ReduceOp.MEAN, call.where)
-        return super().run(call, value, out, weight)
+    # Other routes keep the algorithm's own order of additions: the order of the values, say.
+    is_small = isinstance(means, Plan) and isinstance(means.route, MailboxRoute)
+    boxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
+    return None if boxes is None else WeightedMeans(layouts, boxes)

@@ -14,14 +14,14 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import ON_A_GPU, any_array, as_target, hand_back, is_cupy, is_on_device, layout_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, is_arena
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.guard import time_limit
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.objects.shown import size_in_words
-from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
+from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.inputs import (
     EVERY_RANK,
     Destination,
@@ -39,25 +39,24 @@ from mpistrategy.reduction.plan import (
     WEIGHTED,
     ArraysPlan,
     CallPlan,
-    DevicePlan,
     NestPlan,
-    WeightedMeans,
-    WeightedPlan,
+    NumbersOfRanks,
     checked_weight,
-    in_place_targets,
     kind_of,
-    sums_of,
+    normalized,
+    product,
+    run_plan,
+    weighted_means,
 )
 from mpistrategy.reduction.transfer import (
     Layout,
-    Pack,
-    Targets,
     Transfer,
-    Way,
     counted,
+    divide,
+    dtypes_of_results,
     is_simple,
     layouts_of,
-    ways_in_words,
+    rounded,
 )
 
 
@@ -81,11 +80,9 @@ class Algorithm(ABC):
         """
         return f"{type(self).__name__} reduces them: its routes are not known"
 
-    def _ways(
-        self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
-    ) -> tuple[list[tuple[Pack, Way]], list[str]]:
-        """Return the packs for `Strategy.explain`, how they travel, and lines about values in no pack."""
-        return [], [self.explain_implementation(op, len(leaves))]
+    def _lines(self, ranks: Ranks, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions) -> list[str]:
+        """Return the lines of `Strategy.explain` for these values."""
+        return [self.explain_implementation(op, len(values))]
 
     @property
     def _configuration(self) -> str:
@@ -94,13 +91,9 @@ class Algorithm(ABC):
 
     def _settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
-        shown = f"{self._configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
         implementation: Any = options.implementation
-        return (
-            shown
-            if implementation is CommunicationImplementation.AUTO
-            else f"{shown}, implementation={implementation.name}"
-        )
+        words = f"bytes_per_pack={options.bytes_per_pack}, wire={options.wire}, implementation={implementation.name}"
+        return f"{self._configuration}, {words}"
 
     @property
     def _has_plans(self) -> bool:
@@ -137,13 +130,16 @@ class Algorithm(ABC):
         call: Call,
         communicator: Ranks,
         op: ReduceOp,
+        components: Sequence[Any],
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
         *,
         is_batch: bool = True,
     ) -> list[Any]:
-        """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`.
+        """Return the reductions of `components` on every rank: this rank's, or Mirrored; inside `call`.
+
+        The `values` are their arrays and IndexedSlices, which have been checked, and Mirrored.
 
         The results may be written to `outs`, which are arrays of their dtypes and shapes.  Without `is_batch` one value
         is reduced by `reduce`.
@@ -205,7 +201,7 @@ class AllReduce(General):
         """Return the reduction; see `CallPlan.run`."""
         reducer = self.reducer
         if is_arena(value):
-            return value._all_reduce(reducer, self.argument, call, options=self.options, weight=weight, out=out)
+            return value._all_reduce(self, call, weight=weight, out=out)
         leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
         targets = leaves_like(out, structure, call.where)
@@ -214,36 +210,28 @@ class AllReduce(General):
         return structure.pack(reducer.all_reduce_leaves(call, op, leaves, paths, num_none=structure.num_none, **more))
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
-        """Return the plan of arenas, and of nests of arrays and numbers; see `General.plan`."""
+        """Return the plan of nests of arrays and numbers; see `General.plan`."""
         reducer, options, is_weighted = self.reducer, self.merged_options, weight is not None
         op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
-        is_plain = destination is None and not is_weighted
-        if is_arena(value):
-            return value._plan(reducer, op, call, options, out) if is_plain else None
-        where = self.leaves_of(value, out)
+        where = None if is_arena(value) else self.leaves_of(value, out)
         if where is None or (is_weighted and op is not ReduceOp.MEAN):
             return None
         leaves = where.take(value)
-        is_on_gpu = is_plain and all(map(is_cupy, leaves))
+        is_on_gpu = not is_weighted and all(map(is_cupy, leaves))
         arrays: Any = leaves if is_on_gpu else arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None
         layouts = layouts_of(arrays)
-        if is_on_gpu and op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
-            return None  # whose mean has another dtype
-        kind = WeightedPlan if is_weighted else DevicePlan if is_on_gpu else NestPlan
-        transfer = (
-            reducer.weighted_means(layouts, options)
-            if is_weighted
-            else reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
-        )
-        is_elsewhere = out is not None and destination is None and not is_on_gpu
-        if transfer is None or (is_elsewhere and not takes(out, where, arrays, transfer.results)):
+        transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
+        if is_weighted:
+            transfer = weighted_means(reducer.communicator, layouts, transfer)
+        is_elsewhere = out is not None and destination is None
+        if transfer is None or (is_elsewhere and not takes(out, where, arrays, dtypes_of_results(layouts, op))):
             return None
         words = WEIGHTED if is_weighted else op.value, where.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
-        return kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)}, destination)
+        return NestPlan(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)}, destination)
 
 
 class Reduce(AllReduce):
@@ -374,9 +362,10 @@ class Reducer:
         if weight is not None:
             results = self._weighted(call, op, components, arrays, weight, settings)
         else:
+            values = [*map(_own_value, components, arrays)]
             with self.entered():
                 results = self.algorithm._all_reduce_values(
-                    call, ranks, op, components, settings, memory, is_batch=is_batch
+                    call, ranks, op, components, values, settings, memory, is_batch=is_batch
                 )
         return outputs_for(results, components, targets, memory)
 
@@ -389,18 +378,37 @@ class Reducer:
         weight: Any,
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Return the weighted means of dense arrays."""
+        """Return the weighted means of dense arrays.
+
+        The ranks learn the weights with the check, and then add up the products; small arrays come with the weights.
+        """
         ranks, layouts = self.communicator, layouts_of(arrays)
-        own_weight, sums = checked_weight(weight, op, call.where), _ByAlgorithm(self, call, options, components)
-        means = None if any(map(is_on_device, arrays)) else self.weighted_means(layouts, options)
-        means = means or WeightedMeans(ranks, layouts, sums)
-        means.weight = own_weight
-        values, settings = tuple(map(layout_of, arrays)), self.algorithm._settings(options)
-        memory = means.bring(arrays)
-        call.agree("reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings, sparingly=True)
-        results = means.run(arrays, memory)
-        ranks.guard.wait_for_gpu(sums.read)
-        return results
+        on_host = not any(map(is_on_device, arrays))
+        own_weight, settings = checked_weight(weight, op, call.where), self.algorithm._settings(options)
+        weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
+        means = weighted_means(ranks, layouts, self.plan_for(layouts, op, options)) if on_host else None
+        alike: dict[str, Any] = {
+            "values": tuple(map(layout_of, arrays)),
+            "destination": EVERY_RANK.text,
+            "options": settings,
+        }
+        agree: Any = partial(call.agree, "reduce", op=WEIGHTED, sparingly=True, **alike)
+        if means is not None:
+            means.weight = own_weight
+            return run_plan(means, arrays, agree, in_place=False)
+        memory = weights.bring(own_weight)
+        agree()
+        factors, total = normalized(weights.numbers_of_ranks(memory).ravel().tolist())
+        call.expect_more()
+        products = [product(array, own_weight, factors[ranks.rank]) for array in arrays]
+        dtypes = dtypes_of_results(layouts, op)
+        rooms = [
+            None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
+            for array, dtype in zip(products, dtypes, strict=True)
+        ]
+        ranks.guard.wait_for_gpu(event_of_reads(components))
+        sums = self.all_reduce_arrays(call, ReduceOp.SUM, products, None if options == self.options else options)
+        return [*map(rounded, [divide(array, total) for array in sums], dtypes, rooms)]
 
     def plan_for(
         self,
@@ -420,11 +428,6 @@ class Reducer:
             return None
         return self.algorithm._transfer(self.communicator, layouts, op, options, destination, on_gpu=on_gpu)
 
-    def weighted_means(self, layouts: tuple[Layout, ...], options: CommunicationOptions) -> WeightedMeans | None:
-        """Return how weighted means of arrays on the host are taken; None where the algorithm is asked each time."""
-        plan = self.plan_for(sums_of(layouts), ReduceOp.SUM, options)
-        return None if plan is None else WeightedMeans(self.communicator, layouts, plan)
-
     def all_reduce_arrays(
         self,
         call: Call,
@@ -438,7 +441,7 @@ class Reducer:
         if options is None and {*map(type, arrays)} == {np.ndarray}:
             plan = self.plan_of_arrays(op, layouts_of(arrays))
             if plan is not None:
-                results = plan.run(call, arrays, in_place_targets(plan.plan, arrays) if in_place else None)
+                results = plan.run(call, arrays, plan.plan.direct(arrays, arrays) if in_place else None)
                 if in_place:
                     write(results, arrays)
                 return results
@@ -480,23 +483,24 @@ class Reducer:
         where, ranks, algorithm = "Strategy.explain", self.communicator, self.algorithm
         op, settings = ReduceOp._parse(reduce_op, where), self.options.merge(options)
         arena = value if is_arena(value) else None
+        lines: list[str] = []
         if arena is not None:
             arena._check(self, where)
             value = arena.values
         leaves, structure = nest.flatten_without_none(value)
-        ways: list[tuple[Pack, Way]] = []
-        notes: list[str] = []
         if arena is not None and algorithm._works_in_place:
-            ways = arena._ways(self, op, settings, where)
+            lines = arena._lines(self, op, settings, where)
         elif leaves or not (structure.num_none or self.is_alone):
-            components, _, _ = checked_inputs(op, leaves, lambda: nest.paths_without_none(value), where, None, None)
-            ways, notes = algorithm._ways(ranks, op, components, settings)
+            components, arrays, _ = checked_inputs(
+                op, leaves, lambda: nest.paths_without_none(value), where, None, None
+            )
+            lines = algorithm._lines(ranks, op, [*map(_own_value, components, arrays)], settings)
         if structure.num_none:
-            notes.append(f"{structure.num_none} None: left as None, nothing is sent")
+            lines.append(f"{structure.num_none} None: left as None, nothing is sent")
         subject = f"{op.value} of {counted(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
         place = f"{counted(ranks.size, 'rank')} of {counted(ranks.nodes, 'node')}"
         head = f"all_reduce {subject}, on {place} by {type(algorithm).__name__}"
-        return "\n  ".join([head, *ways_in_words(ways), *notes, f"thresholds: {ranks.thresholds.source}"])
+        return "\n  ".join([head, *lines, f"thresholds: {ranks.thresholds.source}"])
 
 
 def _nbytes(leaf: Any) -> int:
@@ -504,35 +508,6 @@ def _nbytes(leaf: Any) -> int:
     if isinstance(part, IndexedSlices):
         return _nbytes(part.values) + _nbytes(part.indices)
     return int(any_array(part).nbytes)
-
-
-class _ByAlgorithm(Transfer):
-    """The sums of an algorithm without plans; made in a call on which the ranks have agreed.
-
-    Args:
-        reducer: has the algorithm.
-        call: the public call.
-        options: of the call.
-        components: the values in the products.
-
-    Attributes:
-        read: the event after reading arrays of other libraries in GPU memory.
-    """
-
-    def __init__(self, reducer: Reducer, call: Call, options: CommunicationOptions, components: Sequence[Any]) -> None:
-        self._reducer, self._call, self._options, self._components = reducer, call, options, components
-        self.read: Any = None
-
-    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
-        """Leave the products to `run`, which has an agreement of its own."""
-        self.read = event_of_reads(self._components)
-
-    def run(self, arrays: Sequence[Any], memory: None) -> list[Any]:
-        """Return the sums."""
-        self._call.expect_more()
-        reducer, op = self._reducer, ReduceOp.SUM
-        with reducer.entered():
-            return reducer.algorithm._all_reduce_values(self._call, reducer.communicator, op, arrays, self._options)
 
 
 def _plan_or_general(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
@@ -555,7 +530,7 @@ def checked_inputs(
     if not leaves:
         raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
     components = [own_component(leaf, op, where) for leaf in leaves]
-    arrays = checked_leaves(components, paths, where, dense)
+    arrays = checked_leaves(components, paths, where, dense, op)
     if targets is None:
         return components, arrays, None
     memory: list[Any] = []
@@ -565,6 +540,11 @@ def checked_inputs(
         memory.append(as_target(target, where, f"out{path}"))
         check_target(memory[-1], array, op, f"{where}: out{path}")
     return components, arrays, memory
+
+
+def _own_value(component: Any, array: Any) -> Any:
+    """Return a component as `Algorithm` gets its value."""
+    return component if isinstance(component, Mirrored) else array
 
 
 def outputs_for(

@@ -446,8 +446,7 @@ class _ReduceTo(AllReduce):
         reducer, algorithm = self.reducer, cast(CrossDeviceOps, self.reducer.algorithm)
         with reducer.entered():
             if isinstance(value, Arena):
-                where = value._destination(out, call.where)
-                return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
+                return value._all_reduce(self, call, destination=value._destination(out, call.where))
             call.structure = _leaves_of(value)[1].text
             if call.structure == nest.LEAF.text:
                 return algorithm.reduce(self.argument, value, out, self.merged_options)

@@ -5,7 +5,7 @@ once.  What it does to an element is the formula's own text (`mpistrategy.traini
 written down as C while it runs on symbols.  Each is rounded to the dtype, and multiplications and additions are not
 fused (``--fmad=false``), so the results have NumPy's bits.
 
-The table goes along as the kernel's argument, by value, as in `mpistrategy.reduction.routes.gpu`.  The same
+The table goes along as the kernel's argument, by value, as in `mpistrategy.reduction.gpu`.  The same
 source is C++ but for a few words, and tests run it on the CPU.
 """
 

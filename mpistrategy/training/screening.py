@@ -88,7 +88,7 @@ def screened(
 
 def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
     """Copy arrays in GPU memory into one array for each dtype, by few launches; return these arrays, and the copies."""
-    from mpistrategy.reduction.routes.gpu import fill  # here: on CPUs nothing reads it
+    from mpistrategy.reduction.gpu import fill  # here: on CPUs nothing reads it
 
     copies = [array if is_on_device(array) else array.copy() for array in arrays]
     together = [array for array in copies if not is_on_device(array)]

@@ -24,7 +24,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.gpu.transports.by_mpi import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import chosen_path
 from mpistrategy.options import GPU_PATH
-from mpistrategy.reduction.routes import gpu
+from mpistrategy.reduction import gpu
 
 DTYPES = ("float64", "float32", "float16", "complex64", "int64", "int32", "int16", "uint8")
 SHAPES = [(3,), (), (2, 5), (0,), (70,), (2, 3, 4)]

@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.by_mpi import StagedPath
 from mpistrategy.options import GPU_PATH
-from mpistrategy.reduction.routes import gpu
+from mpistrategy.reduction import gpu
 
 cupy = gpu_here.cupy_or_skip()
 several = pytest.mark.skipif(SIZE == 1, reason="one rank leaves nobody waiting")

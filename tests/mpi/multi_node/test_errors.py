@@ -14,12 +14,11 @@ import pytest
 from replicas import RANK, RANKS, SIZE, OnNodes, all_raise, context, new_variable, outcomes, still_works
 
 import mpistrategy as ms
-from mpistrategy.cross_device_ops import algorithms, ordered
+from mpistrategy.cross_device_ops import algorithms
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum
-from mpistrategy.reduction import collectives, plan, reducer
-from mpistrategy.reduction.routes import host
+from mpistrategy.reduction import collectives, plan, reducer, transfer
 from mpistrategy.variables import variable
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -169,10 +168,10 @@ FIRST: dict[str, tuple[Callable[[], Any], Sequence[int], Any, str, Callable[[Any
     "slices": (ms.MpiAllReduce, APART, collectives, "np.empty", values_of_slices, ALL_ROWS),
     "the value of replica 0": (ms.MpiAllReduce, APART, collectives, "np.array", assigned, 1.0),
     "rows of replica 0": (ms.MpiAllReduce, APART, collectives, "np.zeros", scattered, np.array([[2.0], [2.0], [1.0]])),
-    "an arena of 16-bit floats": (ms.MpiAllReduce, APART, host, "np.empty", in_halves, SUM),
-    "a weighted mean": (ms.MpiAllReduce, APART, plan.WeightedMeans, "_products_and_memory", weighted, SQUARES / SUM),
-    "sums in order, equal shares": (ms.OrderedAllReduce, APART, ordered, "room_for_shares", run(1000), SUM),
-    "sums in order, unequal shares": (ms.OrderedAllReduce, APART, ordered, "room_for_shares", run(1001), SUM),
+    "an arena of 16-bit floats": (ms.MpiAllReduce, APART, transfer, "np.empty", in_halves, SUM),
+    "a weighted mean": (ms.MpiAllReduce, APART, reducer, "product", weighted, SQUARES / SUM),
+    "sums in order, equal shares": (ms.OrderedAllReduce, APART, algorithms, "room_for_shares", run(1000), SUM),
+    "sums in order, unequal shares": (ms.OrderedAllReduce, APART, algorithms, "room_for_shares", run(1001), SUM),
     "an accumulation": (put_together, APART, algorithms, "np.empty", run(1000), SUM),
     "a variable's memory": (ms.MpiAllReduce, APART, variable, "np.empty", making_a_variable, 1.0),
 }
@@ -215,11 +214,11 @@ AFTER: dict[str, tuple[Any, str, Callable[[], Any]]] = {
         *(collectives, "in_kind"),
         lambda: context().merge_call(lambda strategy: strategy.broadcast(SWAPPED)),
     ),
-    "the first message": (host, "_read", lambda: summed(2)),
+    "the first message": (transfer, "_read", lambda: summed(2)),
     "a small sum": (plan, "finish", lambda: summed(1000, "MEAN", np.int64)),
     "a large sum": (plan, "finish", lambda: summed(300_000, "MEAN", np.int64)),
     "a weighted mean": (
-        *(plan, "rounded"),
+        *(reducer, "rounded"),
         lambda: context().all_reduce("MEAN", np.ones(1000), weight=RANK + 1.0),
     ),
 }

@@ -20,7 +20,7 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.shared_memory import spin_wait
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
-from mpistrategy.reduction.routes.host import MailboxRoute
+from mpistrategy.reduction.transfer import MailboxRoute
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,7 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, one_node, pa
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
-from mpistrategy.cross_device_ops.ordered import combine_ordered
+from mpistrategy.cross_device_ops.algorithms import combine_ordered
 from mpistrategy.mpi.shared_memory import node_sum
 from mpistrategy.mpi.shared_memory.node_sum import (
     Combination,

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -38,7 +37,6 @@ from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import UNCHOSEN, DevicePath, chosen_path, communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import BY_NCCL, between_nodes
-from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.transfer import (
     FEW_ELEMENTS,
@@ -274,6 +272,7 @@ class GpuRoute(Transfer):
     """
 
     sparingly = False
+    writes_targets = True
 
     def __init__(
         self,
@@ -291,18 +290,18 @@ class GpuRoute(Transfer):
         self._root = root
         self._ranks, self._op, self._wire, self._in_place = ranks, op, wire, in_place
 
-    def own_results(self, arrays: Sequence[DeviceArray], outs: Sequence[Any]) -> Targets:
-        """Return the targets of arrays that are their own `outs`, and can be reduced where they are."""
-        targets: list[Any] = [None] * len(arrays)
+    def direct(self, arrays: Sequence[DeviceArray], targets: Sequence[Any]) -> Targets:
+        """Return the targets that are their arrays themselves, which can be reduced where they are."""
+        own: list[Any] = [None] * len(arrays)
         for pack in self.packs:
             if len(pack.members) == 1:
                 index = pack.members[0].index
-                targets[index] = own_result(arrays[index], outs[index])
-        own_targets = [target for target in targets if target is not None]
-        return targets if are_apart(own_targets) else None  # memory of two targets would be combined twice
+                own[index] = own_result(arrays[index], targets[index])
+        are_own = are_apart([target for target in own if target is not None])
+        return own if are_own else None  # memory of two targets would be combined twice
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
-        """Pack the arrays into buckets, on the current stream; `targets` are of `own_results`."""
+        """Pack the arrays into buckets, on the current stream; `targets` are of `direct`."""
         prepare(self._ranks, arrays, "a reduction of arrays in GPU memory")
         cupy, own_targets = cupy_for(_WHAT), arrays if self._in_place else targets
         with arrays[0].device:
@@ -403,18 +402,12 @@ def prepare(ranks: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
         chosen_path(ranks).check()
 
 
-def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
-    """Return memory that every path takes, as bytes, with copies of the arrays; and the copies.  One kernel."""
-    cupy: Any = cupy_for(_WHAT)
-    with arrays[0].device:
-        starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
-        memory = communication_memory(cupy, starts[-1], np.dtype(np.uint8))
-        copies = [
-            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-            for start, array in zip(starts, arrays, strict=False)
-        ]
-        move(arrays, copies)
-    return memory, copies
+def copy_in_memory(array: DeviceArray) -> DeviceArray:
+    """Return a contiguous copy in memory that every path takes."""
+    with array.device:
+        copy = communication_memory(cupy_for(_WHAT), array.size, array.dtype).reshape(array.shape)
+        copy[...] = array
+    return copy
 
 
 def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:

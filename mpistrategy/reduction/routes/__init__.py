@@ -1,1 +1,0 @@
-"""The routes that the bytes of a reduction take, one file each."""
