@@ -47,5 +47,8 @@ def outliers(digests: Sequence[object]) -> tuple[list[int], str]:
     most = max(groups.values(), key=len)
     usual = most if 2 * len(most) > len(digests) else groups[digests[0]]
     differing = [rank for rank in range(len(digests)) if rank not in usual]
-    verb = "differs" if len(differing) == 1 else "differ"
-    return differing, f"{ranks_in_words(differing)} {verb} from {ranks_in_words(usual)}"
+    ways = f", in {len(groups) - 1} ways" if len(groups) > 2 else ""
+    return (
+        differing,
+        f"{ranks_in_words(differing)} differ{'s' if len(differing) == 1 else ''} from {ranks_in_words(usual)}{ways}",
+    )

@@ -653,6 +653,14 @@ class Strategy(NotPickled, NamesOurs):
         """
         if input_iterator is None:
             return self.run(fn, kwargs={})
+        checked_type(
+            "Strategy.experimental_run",
+            "input_iterator",
+            input_iterator,
+            DistributedIterator,
+            "an iterator with get_next()",
+            fix="Pass what make_dataset_iterator(dataset) returns.",
+        )
         with self.scope():
             element = input_iterator.get_next()
         return self.run(fn, (element,), kwargs={})
