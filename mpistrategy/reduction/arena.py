@@ -424,7 +424,7 @@ class InPlaceRoute(Transfer):
         self._own_arrays = [bucket.own_array for bucket in buckets]
         self._results: list[Any] = [bucket.result for bucket in buckets] if into_result else self._own_arrays
         self._route = CommunicatorRoute(ranks, packs_of(layouts_of(self._own_arrays), 1), op, wire=wire)
-        self.packs = tuple(sorted(self._route.packs, key=lambda pack: pack.members[0].index))
+        self.packs: tuple[Pack, ...] = tuple(sorted(self._route.packs, key=lambda pack: pack.members[0].index))
         is_shared = buckets[0].is_shared
         self._is_one_result: bool = into_result and is_shared
         #: Else the first rank of the node writes the result for all.
