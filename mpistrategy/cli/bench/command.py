@@ -10,22 +10,20 @@ import sys
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrategy import own_files
 from mpistrategy.cli.arguments import positive
 from mpistrategy.cli.bench.cases import LISTS, cases
 from mpistrategy.cli.bench.report import METHOD, environment, head, rows
 from mpistrategy.cli.bench.timing import measure, tell
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import DeviceError, LaunchError, OptionError, UnsupportedError
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, file_for, save, trying
 from mpistrategy.objects.text import encoded
 from mpistrategy.strategy.mirrored import MirroredStrategy
+from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.telemetry.own_rank import own_place
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
-    from mpistrategy.strategy.strategy import Strategy
 
 _WHERE = "mpistrategy bench"
 _COULD_NOT = 2
@@ -66,8 +64,6 @@ def run(options: argparse.Namespace) -> int:
         if own_place()[0] == 0:
             sys.stderr.write(f"{_WHERE} --devices {options.devices}: {error}\n")
         return _COULD_NOT
-    from mpistrategy.cli.ranks import Ranks
-
     with closing(strategy):
         if strategy.num_replicas_in_sync == 1:
             fix = f"Start it with your launcher: mpiexec -n 2 {_WHERE}"

@@ -7,16 +7,14 @@ import platform
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import time_in_words
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
 
 METHOD = (
     "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "

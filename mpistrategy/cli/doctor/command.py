@@ -11,17 +11,14 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mpistrategy.cli.arguments import positive
 from mpistrategy.cli.doctor import facts, mpich
 from mpistrategy.cli.doctor.checks import catalog
 from mpistrategy.cli.doctor.findings import BAD, Facts, Finding, Job, as_json, as_text, parts_of, worst
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
 from mpistrategy.mpi.job.launcher import start
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
 
 _SECONDS = 60.0
 #: The other ranks wait longer than rank 0, which says who is missing.
@@ -71,8 +68,6 @@ def run(options: argparse.Namespace) -> int:
             return 0  # all processes find the same; the status of the first is the job's
         own_facts["refusal"] = (problem.found, problem.fix)
         return _print(options, Job([own_facts]), [problem])
-    from mpistrategy.cli.ranks import Ranks
-
     # A rank that waits for others in vain shows where, and ends.
     faulthandler.dump_traceback_later(max(end - time.monotonic(), 0) + _LONGER_SECONDS, exit=True, file=2)
     ranks = Ranks()

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping
 from glob import glob
 from shutil import disk_usage
-from typing import TYPE_CHECKING
 
 from mpistrategy.cli.doctor import network
 from mpistrategy.cli.doctor.findings import Facts, parts_of
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.job import launcher
@@ -21,9 +21,6 @@ from mpistrategy.mpi.shared_memory.memory_limits import memory
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import size_in_words
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
 
 #: Every key, with the value for "unknown": a rank may run another version of this package, which has fewer keys.
 UNKNOWN: Facts = {
