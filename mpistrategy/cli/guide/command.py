@@ -11,7 +11,6 @@ from mpistrategy.errors import OptionError
 from mpistrategy.objects.shown import did_you_mean
 
 _WHERE = "mpistrategy guide"
-_HITS = 3  # of a page
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _DETAILS = re.compile(r"</?details>|<summary>.*?</summary>")
 _PICTURE = re.compile(r"!\[([^\]]*)\]\([^)\s]+\)")
@@ -83,18 +82,9 @@ def _about(kind: type[BaseException]) -> str:
 
 
 def _search(word: str) -> None:
-    """Show the lines that have a word, in any letter case, each with the heading above it."""
-    hits = 0
-    for page in pages.pages().values() if word.strip() else ():
-        heading, lines = "", list[str]()
-        for line in page.text.splitlines():
-            heading = line.lstrip("# ") if line.startswith("#") else heading
-            if word.casefold() in line.casefold():
-                lines.append(line.strip() if line.startswith("#") else f"{heading}: {line.strip()}")
-        if lines:
-            print(f"{page.name}: {page.title}", *lines[:_HITS], sep="\n  ")
-        if len(lines) > _HITS:
-            print(f"  and {len(lines) - _HITS} more")
-        hits += len(lines)
+    """Show the lines that have a word, in any letter case, each with its page."""
+    lines = [f"{name}: {line.strip()}" for name, page in pages.pages().items() for line in page.text.splitlines()]
+    hits = [line for line in lines if word.strip() and word.casefold() in line.casefold()]
     if not hits:
         raise OptionError.at(_WHERE, found=f"the word {word!r}", expected="a word of some page")
+    print(*hits, sep="\n")
