@@ -3,7 +3,7 @@
 A job script ends with ``exec mpistrategy requeue ... -- srun ... mpistrategy run PROGRAM``.  The signal that the time
 is nearly up reaches this process, which hands it on to the launcher, and so to all ranks.  After the end the reason
 decides, not the launcher's status: a launcher may return 0 where nothing was started, and the greatest status of
-all ranks hides the first.  The ranks write the reason into a file: see `mpistrategy.cli.endings`.
+all ranks hides the first.  The ranks write the reason into a file: see `mpistrategy.cli.run.Unfinished`.
 
 - The program is done, or failed (an exception, a status, a signal of its own fault, too little memory): the job ends.
 - It was told to stop and has saved, or was ended from outside (a lost node, a more urgent job, the time limit): the job

@@ -17,7 +17,7 @@ from pages import GUIDE
 
 import mpistrategy as ms
 from mpistrategy.cli import main
-from mpistrategy.cli.guide import command, pages, reference
+from mpistrategy.cli.guide import command, pages
 
 pytestmark = pytest.mark.one_rank
 
@@ -60,7 +60,7 @@ def test_a_page_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_error_and_warning_tells_its_cause_and_cure(capsys: pytest.CaptureFixture[str]) -> None:
     page = said(capsys, "errors")
-    for name, kind in reference.classes().items():
+    for name, kind in pages.classes().items():
         shown = said(capsys, name.lower())
         assert shown.startswith(f"# {name}\n\nIs also: ")
         assert (kind.__doc__ or "?").splitlines()[0] in shown
@@ -125,7 +125,7 @@ def test_an_error_names_its_entry_below_its_text() -> None:
     class Mine(ms.errors.ShapeError):
         pass
 
-    for name, kind in (*reference.classes().items(), ("ShapeError", Mine)):
+    for name, kind in (*pages.classes().items(), ("ShapeError", Mine)):
         if not issubclass(kind, ms.errors.MpiStrategyError):
             continue
         error = kind("what happened")

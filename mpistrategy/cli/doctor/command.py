@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from mpistrategy.cli.arguments import positive
 from mpistrategy.cli.doctor import facts, mpich
-from mpistrategy.cli.doctor.checks import catalog
+from mpistrategy.cli.doctor.checks import examine
 from mpistrategy.cli.doctor.findings import BAD, Facts, Finding, Job, as_json, as_text, parts_of, worst
 from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     job = _meet(options, ranks, own_facts, end)
     status = 0
     if ranks.rank == 0:
-        status = _print(options, job, catalog.examine(job))
+        status = _print(options, job, examine(job))
     # srun --kill-on-bad-exit ends the ranks that are still at it when the first has ended, and reports their status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if job.missing:

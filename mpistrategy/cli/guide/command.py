@@ -6,7 +6,7 @@ import argparse
 import inspect
 import re
 
-from mpistrategy.cli.guide import pages, reference
+from mpistrategy.cli.guide import pages
 from mpistrategy.errors import OptionError
 from mpistrategy.objects.shown import did_you_mean
 
@@ -41,13 +41,13 @@ def _list() -> None:
     for part, names in pages.PARTS.items():
         print(part)
         for name in names:
-            print(f"  {name:{width}}  {by_name[name].title}")
+            print(f"  {name:{width}}  {pages.title(by_name[name])}")
     print("\nmpistrategy guide PAGE shows one, mpistrategy guide CollectiveMismatchError what an error means,")
     print("and mpistrategy guide --search WORD where a word is.")
 
 
 def _show(query: str) -> None:
-    by_name, classes = pages.pages(), reference.classes()
+    by_name, classes = pages.pages(), pages.classes()
     name = query.removesuffix(".md").rpartition(".")[2]  # mpistrategy.errors.ShapeError
     by_lower_case = {entry.lower(): entry for entry in (*by_name, *classes)}
     match = by_lower_case.get(name.lower())
@@ -55,7 +55,7 @@ def _show(query: str) -> None:
         fix = did_you_mean(name, by_lower_case.values())
         expected = "a page of mpistrategy guide --list, an error or a warning"
         raise OptionError.at(_WHERE, found=f"the page {query!r}", expected=expected, fix=fix)
-    print(for_terminal(by_name[match].text if match in by_name else _about(classes[match])))
+    print(for_terminal(by_name[match] if match in by_name else _about(classes[match])))
 
 
 def for_terminal(markdown: str) -> str:
@@ -83,7 +83,7 @@ def _about(kind: type[BaseException]) -> str:
 
 def _search(word: str) -> None:
     """Show the lines that have a word, in any letter case, each with its page."""
-    lines = [f"{name}: {line.strip()}" for name, page in pages.pages().items() for line in page.text.splitlines()]
+    lines = [f"{name}: {line.strip()}" for name, text in pages.pages().items() for line in text.splitlines()]
     hits = [line for line in lines if word.strip() and word.casefold() in line.casefold()]
     if not hits:
         raise OptionError.at(_WHERE, found=f"the word {word!r}", expected="a word of some page")
