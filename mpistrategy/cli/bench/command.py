@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mpistrategy import own_files
-from mpistrategy.cli.arguments import positive
 from mpistrategy.cli.bench.cases import LISTS, cases
 from mpistrategy.cli.bench.report import METHOD, environment, head, rows
 from mpistrategy.cli.bench.timing import measure, tell
@@ -45,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="gpu: arrays in GPU memory, each rank with a GPU of its own; shared: ranks may share one",
     )
-    parser.add_argument("--seconds", type=positive, help="for each case")
+    parser.add_argument("--seconds", type=float, help="for each case")
     parser.add_argument("--json", type=writable, metavar="FILE", help="write all figures there")
     parser.add_argument(
         "--save", action="store_true", help="measure the thresholds of this machine instead, and save them"

@@ -12,7 +12,6 @@ import time
 import warnings
 from dataclasses import replace
 
-from mpistrategy.cli.arguments import positive
 from mpistrategy.cli.doctor import facts, mpich
 from mpistrategy.cli.doctor.checks import examine
 from mpistrategy.cli.doctor.findings import BAD, Facts, Finding, Job, as_json, as_text, parts_of, worst
@@ -48,6 +47,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--job", metavar="ID", help="a Slurm job: what each rank is doing, who has not come, who comes late"
     )
     hung.add_argument("--pid", type=int, metavar="PID", help="the same of the job of a process of this node")
+
+
+def positive(text: str) -> float:
+    """Read a number above 0."""
+    number = float(text)
+    if not number > 0:
+        raise ValueError
+    return number
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""The pages of the guide: files of the package, and pages made from the package: names, errors, the command line."""
+"""`mpistrategy guide`: shows a page of the guide or the meaning of an error, lists the pages, and searches them.
+
+Pages are files of the package, or made from the package itself: names, errors, the command line.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import functools
 import importlib
 import importlib.resources
 import inspect
+import re
 from typing import Any
 
 import mpistrategy
 from mpistrategy import errors
 from mpistrategy.cli import main
+from mpistrategy.objects.shown import did_you_mean
 
 #: The parts of the guide, and the pages of each in the order in which people read them.  The site has the same parts.
 PARTS = {
@@ -26,6 +31,65 @@ PARTS = {
 }
 #: Where the names of modules are that need another library.
 _ELSEWHERE = "Names of `mpistrategy.torch` and `mpistrategy.jax` are in [torch](torch.md) and [JAX](jax.md)."
+_WHERE = "mpistrategy guide"
+#: What only the site needs.
+_FOR_THE_SITE = re.compile(r"<!--.*?-->\n?|</?details>\n?|<summary>.*?</summary>\n?", re.DOTALL)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `mpistrategy guide`."""
+    parser.add_argument("page", nargs="?", metavar="PAGE", help="a page, an error or a warning (default: the list)")
+    parser.add_argument("--list", action="store_true", help="list the pages")
+    parser.add_argument("--search", metavar="WORD", help="show the lines of all pages that have it")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show a page, the list or the hits of a search; return the exit status."""
+    if options.search is not None:
+        _search(options.search)
+    elif options.page is not None and not options.list:
+        _show(options.page)
+    else:
+        _list()
+    return 0
+
+
+def _list() -> None:
+    by_name = pages()
+    width = max(map(len, by_name))
+    for part, names in PARTS.items():
+        print(part)
+        for name in names:
+            print(f"  {name:{width}}  {title(by_name[name])}")
+    print("\nmpistrategy guide PAGE shows one, mpistrategy guide CollectiveMismatchError what an error means,")
+    print("and mpistrategy guide --search WORD where a word is.")
+
+
+def _show(query: str) -> None:
+    texts = pages() | {name: _about(kind) for name, kind in classes().items()}
+    name = query.removesuffix(".md").rpartition(".")[2]  # mpistrategy.errors.ShapeError
+    by_lower_case = {entry.lower(): entry for entry in texts}
+    match = by_lower_case.get(name.lower())
+    if match is None:
+        fix = did_you_mean(name, by_lower_case.values())
+        expected = "a page of mpistrategy guide --list, an error or a warning"
+        raise errors.OptionError.at(_WHERE, found=f"the page {query!r}", expected=expected, fix=fix)
+    print(_FOR_THE_SITE.sub("", texts[match]).strip())
+
+
+def _about(kind: type[BaseException]) -> str:
+    """Return the docstring of an error's class, as a page."""
+    bases = ", ".join(base.__name__ for base in kind.__mro__[1:] if base not in (Exception, BaseException, object))
+    return f"# {kind.__name__}\n\nIs also: {bases}\n\n{inspect.getdoc(kind)}\n"
+
+
+def _search(word: str) -> None:
+    """Show the lines that have a word, in any letter case, each with its page."""
+    lines = [f"{name}: {line.strip()}" for name, text in pages().items() for line in text.splitlines()]
+    hits = [line for line in lines if word.strip() and word.casefold() in line.casefold()]
+    if not hits:
+        raise errors.OptionError.at(_WHERE, found=f"the word {word!r}", expected="a word of some page")
+    print(*hits, sep="\n")
 
 
 @functools.cache
@@ -90,9 +154,9 @@ def _errors() -> str:
 def _command_line() -> str:
     """Return the help of every command."""
     entries = ["# Command line\n"]
-    for name, command in main.COMMANDS.items():
-        parser = argparse.ArgumentParser(prog=f"mpistrategy {name}", description=command.summary)
+    for name, (summary, _) in main.COMMANDS.items():
+        parser = argparse.ArgumentParser(prog=f"mpistrategy {name}", description=summary)
         parser.color = False  # type: ignore[attr-defined, unused-ignore]  # from Python 3.14 on
-        command.load().add_options(parser)
+        main.load(name).add_options(parser)
         entries.append(f"## mpistrategy {name}\n\n```text\n{parser.format_help()}```\n")
     return "\n".join(entries)
