@@ -21,34 +21,26 @@ class Ranks:
     Attributes:
         comm: their communicator.
         rank, size: the number of this rank, and how many ranks there are.
-        version: the MPI library's version text.
+        version, mpi4py: the MPI library's version text, and mpi4py's.
+        thread_level: what MPI was started with, in a word.
     """
 
     def __init__(self) -> None:
-        from mpi4py import MPI  # here, since it starts MPI
+        from mpi4py import MPI, __version__  # here, since it starts MPI
 
         self._mpi: Any = MPI
         self.comm: Any = MPI.COMM_WORLD
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
         self.version: str = str(MPI.Get_library_version())
-
-    def facts(self) -> dict[str, Any]:
-        """Return what MPI says of this rank."""
-        import mpi4py
-
+        self.mpi4py: str = __version__
         levels = {
-            self._mpi.THREAD_SINGLE: "single",
-            self._mpi.THREAD_FUNNELED: "funneled",
-            self._mpi.THREAD_SERIALIZED: "serialized",
-            self._mpi.THREAD_MULTIPLE: "multiple",
+            MPI.THREAD_SINGLE: "single",
+            MPI.THREAD_FUNNELED: "funneled",
+            MPI.THREAD_SERIALIZED: "serialized",
+            MPI.THREAD_MULTIPLE: "multiple",
         }
-        return {
-            "rank": self.rank,
-            "size": self.size,
-            "mpi4py": mpi4py.__version__,
-            "thread_level": levels[self._mpi.Query_thread()],
-        }
+        self.thread_level: str = levels[MPI.Query_thread()]
 
     def collect(self, text: str, seconds: float) -> dict[int, str]:
         """Return the texts of all ranks that arrived in time on rank 0; elsewhere only the own text."""

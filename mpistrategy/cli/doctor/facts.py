@@ -101,7 +101,11 @@ def of_mpi(ranks: Ranks) -> Facts:
         launcher.check_world(ranks.size, library, "mpistrategy doctor")
     except LaunchError as error:
         refusal = parts_of(error)
-    return ranks.facts() | {
+    return {
+        "rank": ranks.rank,
+        "size": ranks.size,
+        "mpi4py": ranks.mpi4py,
+        "thread_level": ranks.thread_level,
         "library": library,
         "libraries": [path for path in cuda_aware.mapped_files() if cuda_aware.is_mpi(path)],
         "refusal": refusal,
