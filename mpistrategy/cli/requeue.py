@@ -200,13 +200,11 @@ class Step:
         if self.status == 0:
             return True, "has not ended, whatever the launcher says"
         is_silent = "begun" in notes and not any(line.startswith("stopped") for line in notes)
-        if is_silent and (fault := _fault_in_output(start)) and self._nodes_answer():
-            return False, f"was ended: {fault}"
+        if is_silent and (fault := _fault_in_output(start)):
+            probe = self._batch.probe
+            if not probe or _succeeds(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS):
+                return False, f"was ended: {fault}"
         return True, f"stopped with status {self.status}"
-
-    def _nodes_answer(self) -> bool:
-        probe = self._batch.probe
-        return not probe or _succeeds(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS)
 
     def _tell(self, number: int, frame: Any) -> None:
         # not print: it may be at work

@@ -89,9 +89,9 @@ def progress(
     10
     """
     source: Any = iterable
+    length = len(source) if isinstance(source, Sized) else None
     if not isinstance(source, (Iterable, type(None))):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    length = len(source) if isinstance(source, Sized) else None
     return Progress(iterable, length if total is None else total, title, every_seconds)
 
 

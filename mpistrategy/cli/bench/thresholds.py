@@ -44,7 +44,7 @@ class Search:
 
     Args:
         ranks: who measures.
-        about: the result of `report.environment`.  The library's defaults stay where no other value is clearly faster.
+        about: the result of `command.environment`.  The library's defaults stay where no other value is clearly faster.
         quick: whether to measure each comparison once and for a moment.
     """
 

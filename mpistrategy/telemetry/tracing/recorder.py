@@ -112,13 +112,6 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
     return Trace(os.fspath(path))
 
 
-@functools.cache
-def start_from_environment() -> None:
-    """Record the rest of the program where MPISTRATEGY_TRACE says so."""
-    if folder := os.environ.get(VARIABLE, ""):
-        Trace(folder).start()
-
-
 class Recorder:
     """Records this process into a file of its own.
 
