@@ -159,7 +159,7 @@ def test_no_text_makes_a_line_of_its_own(key: str, given_text: str) -> None:
         ("multi_node", {"time": "1:30"}, "Slurm takes two numbers for minutes and seconds; write H:MM:SS."),
         ("multi_node", {"extra": "-n4"}, "options such as --nice=10 or --contiguous"),
         ("multi_node", {"program": "$HOME/x.py"}, "Nothing is expanded but a leading ~/; write the whole path out."),
-        ("multi_node", {"account": "a\nb"}, r"Take '\n' out."),
+        ("multi_node", {"account": "a\nb"}, "one line of characters that can be seen"),
         ("single_node", {"output": "my logs/out.txt"}, "found output="),
         ("single_node", {"account": 'a" --x="'}, "found account="),
         ("multi_node", {"nodes": 0}, "found nodes=0; expected a whole number from 1 on"),

@@ -104,7 +104,7 @@ def _save(options: argparse.Namespace, ranks: Ranks) -> int:
     """Measure the thresholds and save them."""
     from mpistrategy.cli.bench import thresholds
 
-    about, trouble = environment(ranks), ""
+    about = environment(ranks)
     search = thresholds.Search(ranks, about, options.quick)
     result = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
     try:
@@ -115,9 +115,7 @@ def _save(options: argparse.Namespace, ranks: Ranks) -> int:
         note = f"Every new strategy of {about['ranks_on_node']} ranks on each of {about['nodes']} node(s) uses it."
         tell(ranks, f"saved {file}. {note}")
     except OSError as error:
-        trouble = f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE."
-        tell(ranks, trouble)
-    if not ranks.all_right(not trouble):
+        tell(ranks, f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
         return 1
     return _end(options, ranks, {"environment": about, "cases": search.cases, "thresholds": asdict(result)})
 

@@ -32,10 +32,8 @@ def one_line(value: object, key: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         refuse(key, value, "a text")
     text = str(value)
-    hidden = next((character for character in text if not character.isprintable()), "")
-    if hidden or not text or text != text.strip():
-        fix = f"Take {hidden!r} out." if hidden else ""
-        refuse(key, value, "one line of characters that can be seen, without blanks around it", fix)
+    if not (text and text.isprintable() and text == text.strip()):
+        refuse(key, value, "one line of characters that can be seen, without blanks around it")
     return text
 
 
