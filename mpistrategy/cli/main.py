@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mpistrategy
@@ -25,33 +24,22 @@ _DESCRIPTION = (
 )
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand.
-
-    Attributes:
-        summary: one line for the list of subcommands.
-        module: the module of its functions: `add_options(parser)` declares its options, and `run(options)` returns the
-            exit status: 0 success, 1 found something wrong, 2 could not run as asked.
-    """
-
-    summary: str
-    module: str
-
-    def load(self) -> Any:
-        """Return the module: of one command only, since every rank of a job loads it."""
-        return importlib.import_module(f"mpistrategy.cli.{self.module}")
-
-
+#: For each subcommand one line for the list, and the module of its functions: `add_options(parser)` declares its
+#: options, and `run(options)` returns the exit status: 0 success, 1 found something wrong, 2 could not run as asked.
 COMMANDS = {
-    "bench": Command("time sums beside mpi4py, on CPUs or GPUs; save thresholds", "bench.command"),
-    "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", "doctor.command"),
-    "guide": Command("show a page of the user guide, or what an error means", "guide.command"),
-    "requeue": Command("run the program of a job, and have the job go on where it ended too early", "requeue"),
-    "run": Command("run a program on every rank, in place of python", "run"),
-    "slurm": Command("write a job script for a cluster", "slurm.command"),
-    "trace": Command("merge the recordings of all ranks for a trace viewer", "trace"),
+    "bench": ("time sums beside mpi4py, on CPUs or GPUs; save thresholds", "bench.command"),
+    "doctor": ("examine a job's ranks, or one that hangs, and say what to fix", "doctor.command"),
+    "guide": ("show a page of the user guide, or what an error means", "guide.pages"),
+    "requeue": ("run the program of a job, and have the job go on where it ended too early", "requeue"),
+    "run": ("run a program on every rank, in place of python", "run"),
+    "slurm": ("write a job script for a cluster", "slurm.command"),
+    "trace": ("merge the recordings of all ranks for a trace viewer", "trace"),
 }
+
+
+def load(name: str) -> Any:
+    """Return the module of a subcommand: of one only, since every rank of a job loads it."""
+    return importlib.import_module(f"mpistrategy.cli.{COMMANDS[name][1]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,12 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words = sys.argv[1:] if arguments is None else arguments
     command_name = next((word for word in words if not word.startswith("-")), "")
-    for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+    for name, (summary, _) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == command_name:
-            command.load().add_options(subparser)
+            load(name).add_options(subparser)
     options = parser.parse_args(words)
-    run = COMMANDS[options.command].load().run
+    run = load(options.command).run
     if options.command == "run":
         return int(run(options))
     if isinstance(sys.stdout, io.TextIOWrapper):

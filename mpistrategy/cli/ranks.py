@@ -1,55 +1,46 @@
-"""All ranks of the job, by mpi4py alone: the doctor examines jobs that the library refuses, bench is its reference.
-
-Importing it starts MPI.
-"""
+"""All ranks of the job, by mpi4py alone: the doctor examines jobs that the library refuses, bench is its reference."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-import mpi4py
 import numpy as np
-from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.objects.text import decoded, encoded
 
 _TEXT = 71
 _NAP_SECONDS = 1e-3
-_LEVELS = {
-    MPI.THREAD_SINGLE: "single",
-    MPI.THREAD_FUNNELED: "funneled",
-    MPI.THREAD_SERIALIZED: "serialized",
-    MPI.THREAD_MULTIPLE: "multiple",
-}
 _COUNT = 2**20
 
 
 class Ranks:
-    """All ranks.  Nothing collective happens before `collect` has seen that all are there.
+    """All ranks; making it starts MPI.  Nothing collective happens before `collect` has seen that all are there.
 
     Attributes:
         comm: their communicator.
         rank, size: the number of this rank, and how many ranks there are.
-        version: the MPI library's version text.
+        version, mpi4py: the MPI library's version text, and mpi4py's.
+        thread_level: what MPI was started with, in a word.
     """
 
     def __init__(self) -> None:
-        self.comm: MPI.Intracomm = MPI.COMM_WORLD
+        from mpi4py import MPI, __version__  # here, since it starts MPI
+
+        self._mpi: Any = MPI
+        self.comm: Any = MPI.COMM_WORLD
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
         self.version: str = str(MPI.Get_library_version())
-
-    def facts(self) -> dict[str, Any]:
-        """Return what MPI says of this rank."""
-        return {
-            "rank": self.rank,
-            "size": self.size,
-            "mpi4py": mpi4py.__version__,
-            "thread_level": _LEVELS[MPI.Query_thread()],
+        self.mpi4py: str = __version__
+        levels = {
+            MPI.THREAD_SINGLE: "single",
+            MPI.THREAD_FUNNELED: "funneled",
+            MPI.THREAD_SERIALIZED: "serialized",
+            MPI.THREAD_MULTIPLE: "multiple",
         }
+        self.thread_level: str = levels[MPI.Query_thread()]
 
     def collect(self, text: str, seconds: float) -> dict[int, str]:
         """Return the texts of all ranks that arrived in time on rank 0; elsewhere only the own text."""
@@ -57,12 +48,12 @@ class Ranks:
         if self.rank:
             self.comm.Send(np.frombuffer(encoded(text), np.uint8), 0, _TEXT)
             return texts
-        end, status = time.monotonic() + seconds, MPI.Status()
+        end, status = time.monotonic() + seconds, self._mpi.Status()
         while len(texts) < self.size and time.monotonic() < end:
-            if not self.comm.Iprobe(MPI.ANY_SOURCE, _TEXT, status):
+            if not self.comm.Iprobe(self._mpi.ANY_SOURCE, _TEXT, status):
                 time.sleep(_NAP_SECONDS)
                 continue
-            letters = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            letters = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
             self.comm.Recv(letters, status.Get_source(), _TEXT)
             texts[status.Get_source()] = decoded(letters.data)
         return texts
@@ -75,7 +66,7 @@ class Ranks:
 
     def places(self) -> tuple[list[int], int]:
         """Return the first rank of each rank's node, and this rank's index on its own node.  Collective."""
-        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        node = self.comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
         leader, place = np.array([self.rank], np.int64), int(node.rank)
         node.Bcast(leader, 0)
         node.Free()
@@ -86,7 +77,7 @@ class Ranks:
     def greatest(self, values: Array) -> Array:
         """Return the element-wise greatest numbers of all ranks.  Collective."""
         shared = np.array(values)
-        self.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MAX)
+        self.comm.Allreduce(self._mpi.IN_PLACE, shared, self._mpi.MAX)
         return shared
 
     def slowest(self, seconds: float) -> float:
@@ -99,6 +90,8 @@ class Ranks:
 
     def add_up_right(self) -> bool:
         """Return whether every rank gets the right sum of known numbers from this library.  Collective."""
+        from mpistrategy.mpi.over_mpi.ranks import MpiRanks  # here, since it starts MPI
+
         pattern = np.resize(np.arange(251, dtype=np.float32), _COUNT)
         total = np.empty_like(pattern)
         communicator = MpiRanks()

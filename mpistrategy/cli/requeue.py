@@ -3,7 +3,7 @@
 A job script ends with ``exec mpistrategy requeue ... -- srun ... mpistrategy run PROGRAM``.  The signal that the time
 is nearly up reaches this process, which hands it on to the launcher, and so to all ranks.  After the end the reason
 decides, not the launcher's status: a launcher may return 0 where nothing was started, and the greatest status of
-all ranks hides the first.  The ranks write the reason into a file: see `mpistrategy.cli.endings`.
+all ranks hides the first.  The ranks write the reason into a file: see `mpistrategy.cli.run.Unfinished`.
 
 - The program is done, or failed (an exception, a status, a signal of its own fault, too little memory): the job ends.
 - It was told to stop and has saved, or was ended from outside (a lost node, a more urgent job, the time limit): the job
@@ -200,13 +200,11 @@ class Step:
         if self.status == 0:
             return True, "has not ended, whatever the launcher says"
         is_silent = "begun" in notes and not any(line.startswith("stopped") for line in notes)
-        if is_silent and (fault := _fault_in_output(start)) and self._nodes_answer():
-            return False, f"was ended: {fault}"
+        if is_silent and (fault := _fault_in_output(start)):
+            probe = self._batch.probe
+            if not probe or _succeeds(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS):
+                return False, f"was ended: {fault}"
         return True, f"stopped with status {self.status}"
-
-    def _nodes_answer(self) -> bool:
-        probe = self._batch.probe
-        return not probe or _succeeds(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS)
 
     def _tell(self, number: int, frame: Any) -> None:
         # not print: it may be at work

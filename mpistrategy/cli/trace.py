@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from mpistrategy.objects.text import printable
+from mpistrategy.telemetry.tracing.plot import draw
+from mpistrategy.telemetry.tracing.report import report
+from mpistrategy.telemetry.tracing.timeline import refusal, timeline_of
 
-_COULD_NOT = 2
 _NAME = "trace.json"
 
 
@@ -23,18 +24,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Put a trace together; return the exit status."""
-    from mpistrategy.telemetry.tracing import plot  # here, for the quick start of `mpistrategy run`
-    from mpistrategy.telemetry.tracing.report import report
-    from mpistrategy.telemetry.tracing.timeline import timeline_of
-
     output = options.output or os.path.join(options.folder, _NAME)
     timeline = timeline_of(options.folder)
-    timeline.write(output)
+    try:
+        timeline.write(output)
+        if options.png:
+            draw(timeline, options.png)
+    except OSError as error:
+        raise refusal(str(error), "files that can be written") from error
     for line in report(timeline):
         print(printable(line))  # whoever has made the program up
     print(f"{output}: open it in https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing")
     if options.png:
-        why_not = plot.draw(timeline, options.png)
-        print(why_not or f"{options.png}: a picture of it", file=sys.stderr if why_not else sys.stdout)
-        return _COULD_NOT if why_not else 0
+        print(f"{options.png}: a picture of it")
     return 0

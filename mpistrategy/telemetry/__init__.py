@@ -3,6 +3,10 @@
 Nothing here sends anything.  Nothing runs until the program asks for it.
 """
 
+import functools
+import os
+
+from mpistrategy.options import is_on
 from mpistrategy.telemetry import nvtx_ranges
 from mpistrategy.telemetry.logs import ALL_RANKS, RankFilter, RankFormatter, RankHandler, setup_logging
 from mpistrategy.telemetry.nvtx_ranges import Nvtx, nvtx
@@ -32,7 +36,10 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
+@functools.cache
 def _start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE and MPISTRATEGY_NVTX say so."""
-    recorder.start_from_environment()
-    nvtx_ranges.start_from_environment()
+    if folder := os.environ.get(recorder.VARIABLE, ""):
+        Trace(folder).start()
+    if is_on(os.environ.get(nvtx_ranges.VARIABLE, "")):
+        Nvtx().start()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import Any
 
 from mpistrategy.errors import FallbackWarning
@@ -11,7 +9,6 @@ from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.options import is_on
 from mpistrategy.telemetry import spans
 
 #: The environment variable that switches the ranges on: 1.
@@ -81,10 +78,3 @@ def nvtx() -> Nvtx:
     with the package ``nvtx``.  Without it, a FallbackWarning says so, and the program goes on.
     """
     return Nvtx()
-
-
-@functools.cache
-def start_from_environment() -> None:
-    """Make ranges for the rest of the program where MPISTRATEGY_NVTX says so."""
-    if is_on(os.environ.get(VARIABLE, "")):
-        Nvtx().start()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.errors import OptionTypeError
 from mpistrategy.telemetry.own_rank import own_place
 
 _WHERE = "telemetry.progress"
@@ -35,7 +35,7 @@ class Progress(AbstractContextManager["Progress[T]"], Generic[T]):
     ) -> None:
         self.count: int = 0
         self.total: int | None = total
-        self._iterable, self._title = iterable, title
+        self._iterable = iterable
         self._bar = _bar(total, title, every_seconds)
 
     def __iter__(self) -> Iterator[T]:
@@ -82,21 +82,16 @@ def progress(
         every_seconds: where there is no terminal: write a line so often; None for none.
 
     Raises:
-        OptionTypeError, OptionError: for what cannot be gone through, and for a negative `total` or `every_seconds`.
+        OptionTypeError: for what cannot be gone through.
 
     >>> import mpistrategy as ms
     >>> sum(ms.telemetry.progress(range(5), title="sum"))
     10
     """
     source: Any = iterable
+    length = len(source) if isinstance(source, Sized) else None
     if not isinstance(source, (Iterable, type(None))):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    numbers: dict[str, Any] = {"total": total, "every_seconds": every_seconds}
-    for name, value in numbers.items():
-        if not (value is None or (isinstance(value, (int, float)) and value > 0) or (value == 0 and name == "total")):
-            raise OptionError.at(_WHERE, found=f"{name}={value!r}", expected="a number above 0, or None")
-    counted: Any = iterable
-    length = len(counted) if isinstance(counted, Sized) else None
     return Progress(iterable, length if total is None else total, title, every_seconds)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import griffe
 
-from mpistrategy.cli.guide import reference
+from mpistrategy.cli.guide import pages
 
-PUBLIC = {f"{module}.{name}": value for module, names in reference.public().items() for name, value in names.items()}
+PUBLIC = {f"{module}.{name}": value for module, names in pages.public().items() for name, value in names.items()}
 CLASSES = {value: name for name, value in PUBLIC.items() if inspect.isclass(value)}
 #: What a page has a place for: public names, methods and properties.
 PLACES = {*PUBLIC, *(f"{name}.{member}" for kind, name in CLASSES.items() for member in dir(kind))}

@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import mpistrategy
-from mpistrategy.cli.guide import pages, reference
+from mpistrategy.cli.guide import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = "mpistrategy/cli/guide/"
@@ -23,7 +23,7 @@ _OF_LIBRARIES = ("mpistrategy.torch", "mpistrategy.jax")
 _CONSOLE = re.compile(r'<div class="language-(?:console|pycon) highlight">(.*?)</div>', re.DOTALL)
 _COMMAND = re.compile(r"^(?:\$|>>>|\.\.\.) (.*)", re.MULTILINE)
 #: The pages of the API reference, by module.
-_API = {module: [f"{module}.{name}" for name in names] for module, names in reference.public().items()}
+_API = {module: [f"{module}.{name}" for name in names] for module, names in pages.public().items()}
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -32,7 +32,7 @@ def on_config(config: MkDocsConfig) -> None:
     known = pages.pages()
     nav: list[Any] = [{"Overview": "index.md"}]
     for part, names in pages.PARTS.items():
-        listed: list[Any] = [{known[name].title: f"{name}.md"} for name in names if name in known]
+        listed: list[Any] = [{pages.title(known[name]): f"{name}.md"} for name in names if name in known]
         if part == "Reference":
             api = [
                 {module: [{name.rpartition(".")[2]: f"api/{name}.md"} for name in names]}
@@ -47,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages that are no files of the guide."""
     readme = _ELSEWHERE.sub(r"\1", (ROOT / "README.md").read_text(encoding="utf-8"))
     texts = {"index.md": readme.replace(f"]({GUIDE}", "](")}
-    texts |= {f"{name}.md": page.text for name, page in pages.pages().items()}
+    texts |= {f"{name}.md": text for name, text in pages.pages().items()}
     for documented in (*_API.values(), _OF_LIBRARIES):
         texts |= {f"api/{name}.md": f"::: {name}\n" for name in documented}
     for name, text in texts.items():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from replicas import long_lane
 
-from mpistrategy.cli.bench import report
+from mpistrategy.cli.bench import command
 from mpistrategy.cli.bench.cases import Case, Variant
 from mpistrategy.cli.bench.timing import is_right, measure, summary
 from mpistrategy.cli.ranks import Ranks
@@ -81,7 +81,7 @@ def test_a_wrong_result_is_found() -> None:
     assert not is_right(Variant("wrong", lambda: mine + (np.arange(10) == 7), [mine]), Ranks())
     case = measure(Case("suite", "case", 80, [Variant("wrong", lambda: mine + 1, [mine])]), Ranks(), 0.01)
     assert not case["variants"][0]["right"]
-    assert "WRONG RESULT" in report.rows(case)[0]
+    assert "WRONG RESULT" in command.rows(case)[0]
     own, reference = np.array([1e-6, 2e-6, 9e-6]), np.array([2e-6, 2e-6, 2e-6])
     found = summary(own, reference)
     assert (found["median_us"], found["ratio"], found["fastest_us"]) == (2, 1, 1)

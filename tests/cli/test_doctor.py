@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpistrategy.cli.doctor import facts, network
-from mpistrategy.cli.doctor.checks import catalog
+from mpistrategy.cli.doctor import checks, facts
 from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, VERDICTS, Facts, Job, as_json, as_text, worst
 from mpistrategy.mpi.gpu.cuda_aware import Outcome
 from mpistrategy.mpi.gpu.device_selection import Gpu, Sight
@@ -198,7 +197,7 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named_with_its_cure(fault: str) -> None:
     planted, check, verdict, words, cure, ranks = FAULTS[fault]
-    findings = [each for each in catalog.examine(planted) if each.check == check]
+    findings = [each for each in checks.examine(planted) if each.check == check]
     found = next((each for each in findings if each.verdict == verdict), None)
     assert found is not None, findings
     assert [word for word in words if word not in found.found] == [], found
@@ -206,7 +205,7 @@ def test_a_planted_fault_is_named_with_its_cure(fault: str) -> None:
     assert set(found.ranks) == ranks, found
     assert "\n" not in found.found + found.fix
     related = {"versions": "mpi", "mpi": "versions"}
-    bad = {each.check for each in catalog.examine(planted) if each.verdict == BAD}
+    bad = {each.check for each in checks.examine(planted) if each.verdict == BAD}
     assert bad <= {check, related.get(check, check)}, "nothing else is bad"
 
 
@@ -221,19 +220,19 @@ WELL: dict[str, Job] = {
 
 @pytest.mark.parametrize("what", WELL)
 def test_a_job_that_is_well(what: str) -> None:
-    findings = catalog.examine(WELL[what])
+    findings = checks.examine(WELL[what])
     assert worst(findings) == OK, findings
     assert len({each.check for each in findings}) == 11
     assert as_text(WELL[what], findings).splitlines()[-1] == "Nothing is bad."
 
 
 def test_gpus_that_are_well() -> None:
-    findings = catalog.examine(job(seeing(*BOTH), trial=Outcome("right", "two ranks, 20 GB/s")))
+    findings = checks.examine(job(seeing(*BOTH), trial=Outcome("right", "two ranks, 20 GB/s")))
     told = {each.check: each for each in findings}
     assert told["gpus"].found.startswith("rank 0 drives GPU:0 (GPU-10), rank 1 drives GPU:1 (GPU-11)")
     assert told["cuda-aware"].verdict == told["gpus"].verdict == OK
     assert told["cuda-aware"].found.endswith("without NCCL arrays travel by MPI (mpi)")
-    slower = catalog.examine(job(seeing(*BOTH), trial=Outcome("right", "two ranks", 1e9, 2e9)))
+    slower = checks.examine(job(seeing(*BOTH), trial=Outcome("right", "two ranks", 1e9, 2e9)))
     assert any("through the host (staged)" in each.found for each in slower if each.check == "cuda-aware")
 
 
@@ -242,13 +241,13 @@ def test_gpus_that_are_well() -> None:
 
 def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
     planted = job(on({2}, mpistrategy="0.0.9"))
-    lines = as_text(planted, catalog.examine(planted)).splitlines()
+    lines = as_text(planted, checks.examine(planted)).splitlines()
     assert lines[0] == "mpistrategy doctor: 4 ranks on 2 nodes"
     at = next(number for number, line in enumerate(lines) if line.startswith("BAD "))
     assert lines[at].startswith("BAD   versions")
     assert lines[at + 1].strip().startswith("-> Give all nodes one environment")
     assert lines[-1] == "1 BAD. Fix what is BAD first."
-    shown = json.loads(as_json(planted, catalog.examine(planted)))
+    shown = json.loads(as_json(planted, checks.examine(planted)))
     for key in shown:
         assert f"``{key}``" in (as_json.__doc__ or ""), key
     assert (shown["format"], shown["verdict"], shown["ranks"], shown["nodes"]) == (1, "bad", 4, 2)
@@ -280,21 +279,21 @@ def test_variables_say_what_a_launcher_offers_and_how_many_threads_there_are() -
 def test_the_network_is_what_the_process_has_open(opened: list[str], kind: str, tmp_path: Path) -> None:
     for number, path in enumerate(opened):
         (tmp_path / str(number)).symlink_to(path)
-    assert network.network(str(tmp_path)) == kind
-    assert network.network(str(tmp_path / "missing")) == ""
+    assert facts.network(str(tmp_path)) == kind
+    assert facts.network(str(tmp_path / "missing")) == ""
 
 
 def test_fabrics_are_seen(tmp_path: Path) -> None:
-    assert network.fabric(str(tmp_path)) == ""
+    assert facts.fabric(str(tmp_path)) == ""
     port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "link_layer").write_text("Ethernet\n")
-    assert network.fabric(str(tmp_path)) == "RoCE"
+    assert facts.fabric(str(tmp_path)) == "RoCE"
     (port / "link_layer").write_text("InfiniBand\n")
-    assert network.fabric(str(tmp_path)) == "InfiniBand"
+    assert facts.fabric(str(tmp_path)) == "InfiniBand"
     (tmp_path / "drivers" / "efa").mkdir(parents=True)
     (tmp_path / "infiniband" / "rdmap0" / "device").mkdir(parents=True)
     (tmp_path / "infiniband" / "rdmap0" / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")
-    assert network.fabric(str(tmp_path)) == "EFA"
+    assert facts.fabric(str(tmp_path)) == "EFA"
     (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
-    assert network.fabric(str(tmp_path)) == "Slingshot"
+    assert facts.fabric(str(tmp_path)) == "Slingshot"

@@ -81,7 +81,7 @@ JOBS: dict[str, tuple[tuple[Said, ...], str, dict[str, str]]] = {
             Said("nodes", "bad", "share no memory", "--ipc=host"),
             Said("network", "bad", "beside InfiniBand", "FI_PROVIDER"),
         ),
-        "from mpistrategy.cli.doctor import network\nnetwork.fabric = lambda: 'InfiniBand'",
+        "from mpistrategy.cli.doctor import facts\nfacts.fabric = lambda: 'InfiniBand'",
         NODES | {"FI_PROVIDER": "tcp"},
     ),
 }

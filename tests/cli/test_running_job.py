@@ -17,10 +17,9 @@ import launching
 import pytest
 
 from mpistrategy.cli import main
-from mpistrategy.cli.doctor import last_calls, running_job
-from mpistrategy.cli.doctor.last_calls import Lateness, NodeCalls
-from mpistrategy.cli.doctor.node_view import View
-from mpistrategy.cli.doctor.running_job import hangs, lines
+from mpistrategy.cli.doctor import running_job
+from mpistrategy.cli.doctor.node_view import NodeCalls, View
+from mpistrategy.cli.doctor.running_job import Lateness, hangs, lines
 from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 pytestmark = pytest.mark.one_rank
@@ -146,16 +145,16 @@ def working(rank: int) -> RankStatus:
 def test_who_came_last_on_several_nodes() -> None:
     here = calls_of([0, 1], [(100 * n, 100 * n + 4) for n in range(5)])
     there = calls_of([2, 3], [(100 * n + 2, 100 * n + (40 if n else 3)) for n in range(5)])
-    (late,) = last_calls.compare([here, there])
+    (late,) = running_job.compare([here, there])
     assert (len(late.numbers), late.missing, list(late.waits), late.slow()) == (5, 0, [3, 1], 3)
     assert list(late.waits[3]) == pytest.approx([40 / 1e3] * 4)
     shown = "\n".join(told([working(3)], "17", [here, there]))
     assert "rank 3    last in 4 on node2; the first waited 40 ms for it (median), at most 40 ms; 36% of" in shown
     assert "  Rank 3 keeps the others waiting.\n" in shown
     assert "srun --jobid=17 --overlap --nodes=1 --ntasks=1 -w node2 kill -QUIT 93" in shown
-    (half,) = last_calls.compare([there])
+    (half,) = running_job.compare([there])
     assert (half.missing, half.slow()) == (2, None)
-    assert last_calls.lines(half, {})[-1] == "  Whom they all wait for cannot be said without the other 2 ranks."
+    assert running_job.lines_about(half, {})[-1] == "  Whom they all wait for cannot be said without the other 2 ranks."
 
 
 #: Of calls 1, 2, ..., the milliseconds at which ranks came to them.
@@ -170,7 +169,7 @@ NOBODY_IS_SLOW: dict[str, list[NodeCalls]] = {
 
 @pytest.mark.parametrize("words", NOBODY_IS_SLOW)
 def test_nobody_is_slow(words: str) -> None:
-    (late,) = last_calls.compare(NOBODY_IS_SLOW[words])
+    (late,) = running_job.compare(NOBODY_IS_SLOW[words])
     assert late.slow() is None
     shown = "\n".join(told([working(rank) for rank in range(4)], calls=NOBODY_IS_SLOW[words]))
     assert words in shown
@@ -194,6 +193,6 @@ def test_what_the_nodes_of_a_job_print(monkeypatch: pytest.MonkeyPatch) -> None:
     found = running_job.read("\n".join([*lost, *printed]))
     assert [status.rank for status in found.statuses] == [0, 1, 2, 3]
     assert found.statuses[3].host == "node2"
-    assert len(last_calls.compare(found.calls)[0].numbers) == last_calls.MOST_CALLS
+    assert len(running_job.compare(found.calls)[0].numbers) == running_job.MOST_CALLS
     (trouble,) = found.troubles
     assert trouble.startswith("node3: its answer cannot be read (")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slurm_scripts import FILES, executable, script
 
 from mpistrategy.cli import main
-from mpistrategy.cli.slurm import sites, values
+from mpistrategy.cli.slurm import keys, sites
 from mpistrategy.cli.slurm.keys import KEYS
 from mpistrategy.cli.slurm.scripts import TEMPLATES, checked, keys_of
 from mpistrategy.errors import OptionError
@@ -108,8 +108,8 @@ def test_ranks_are_bound_to_cores_or_not(mpiexec: str, unbound: str) -> None:
     ],
 )  # fmt: skip
 def test_times_are_written_in_one_way(written: object, meant: str) -> None:
-    assert values.time(written, "time") == meant
-    assert values.time(f"00:00:{values.in_seconds('00:00:59')}", "time") == "00:00:59"
+    assert keys.time(written, "time") == meant
+    assert keys.time(f"00:00:{keys.in_seconds('00:00:59')}", "time") == "00:00:59"
 
 
 @given(PATHS, st.lists(ARGUMENTS))
@@ -159,7 +159,7 @@ def test_no_text_makes_a_line_of_its_own(key: str, given_text: str) -> None:
         ("multi_node", {"time": "1:30"}, "Slurm takes two numbers for minutes and seconds; write H:MM:SS."),
         ("multi_node", {"extra": "-n4"}, "options such as --nice=10 or --contiguous"),
         ("multi_node", {"program": "$HOME/x.py"}, "Nothing is expanded but a leading ~/; write the whole path out."),
-        ("multi_node", {"account": "a\nb"}, r"Take '\n' out."),
+        ("multi_node", {"account": "a\nb"}, "one line of characters that can be seen"),
         ("single_node", {"output": "my logs/out.txt"}, "found output="),
         ("single_node", {"account": 'a" --x="'}, "found account="),
         ("multi_node", {"nodes": 0}, "found nodes=0; expected a whole number from 1 on"),
@@ -269,8 +269,7 @@ def test_all_files_are_written_at_once(capsys: pytest.CaptureFixture[str], tmp_p
     ("arguments", "what"),
     [
         ([], "found no template; expected a template, or --list, or --all FOLDER"),
-        (["multi_node", "nodes"], "found 'nodes'; expected each key once, as KEY=VALUE"),
-        (["multi_node", "nodes=1", "nodes=2"], "found 'nodes' twice"),
+        (["multi_node", "nodes"], "found nodes=''; expected one line of characters"),
         (["multi_node", "-o", "/there/is/none"], "No such file"),
         (["single_node", "task_per_node=4"], "Did you mean 'tasks_per_node'?"),
         (["multi-node"], "Did you mean 'multi_node'?"),

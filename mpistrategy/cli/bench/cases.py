@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import cupy_for
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
 
 Shapes = list[tuple[int, ...]]
 

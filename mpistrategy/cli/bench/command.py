@@ -5,27 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import sys
+from collections import Counter
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from mpistrategy import own_files
-from mpistrategy.cli.arguments import positive
 from mpistrategy.cli.bench.cases import LISTS, cases
-from mpistrategy.cli.bench.report import METHOD, environment, head, rows
 from mpistrategy.cli.bench.timing import measure, tell
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import DeviceError, LaunchError, OptionError, UnsupportedError
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, file_for, save, trying
+from mpistrategy.mpi.shared_memory.spin_wait import cores
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, file_for, library_name, save, trying
+from mpistrategy.objects.shown import time_in_words
 from mpistrategy.objects.text import encoded
 from mpistrategy.strategy.mirrored import MirroredStrategy
+from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.telemetry.own_rank import own_place
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
-    from mpistrategy.strategy.strategy import Strategy
 
 _WHERE = "mpistrategy bench"
 _COULD_NOT = 2
@@ -34,6 +37,12 @@ QUICK_SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 #: For each case, about.
 QUICK_SECONDS, FULL_SECONDS = 1.0, 8.0
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+METHOD = (
+    "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "
+    "case's first row; in brackets the quartiles of the ratios round by round. Every rank rewrites its operand before "
+    "each call and reads its result after it (not counted). A call's time is that of its slowest rank. Bus bandwidth, "
+    "as in nccl-tests: bytes / time * 2 (n - 1) / n."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="gpu: arrays in GPU memory, each rank with a GPU of its own; shared: ranks may share one",
     )
-    parser.add_argument("--seconds", type=positive, help="for each case")
+    parser.add_argument("--seconds", type=float, help="for each case")
     parser.add_argument("--json", type=writable, metavar="FILE", help="write all figures there")
     parser.add_argument(
         "--save", action="store_true", help="measure the thresholds of this machine instead, and save them"
@@ -66,8 +75,6 @@ def run(options: argparse.Namespace) -> int:
         if own_place()[0] == 0:
             sys.stderr.write(f"{_WHERE} --devices {options.devices}: {error}\n")
         return _COULD_NOT
-    from mpistrategy.cli.ranks import Ranks
-
     with closing(strategy):
         if strategy.num_replicas_in_sync == 1:
             fix = f"Start it with your launcher: mpiexec -n 2 {_WHERE}"
@@ -97,7 +104,7 @@ def _save(options: argparse.Namespace, ranks: Ranks) -> int:
     """Measure the thresholds and save them."""
     from mpistrategy.cli.bench import thresholds
 
-    about, trouble = environment(ranks), ""
+    about = environment(ranks)
     search = thresholds.Search(ranks, about, options.quick)
     result = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
     try:
@@ -108,9 +115,7 @@ def _save(options: argparse.Namespace, ranks: Ranks) -> int:
         note = f"Every new strategy of {about['ranks_on_node']} ranks on each of {about['nodes']} node(s) uses it."
         tell(ranks, f"saved {file}. {note}")
     except OSError as error:
-        trouble = f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE."
-        tell(ranks, trouble)
-    if not ranks.all_right(not trouble):
+        tell(ranks, f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
         return 1
     return _end(options, ranks, {"environment": about, "cases": search.cases, "thresholds": asdict(result)})
 
@@ -123,6 +128,46 @@ def _end(options: argparse.Namespace, ranks: Ranks, report: dict[str, Any]) -> i
     if not right:
         tell(ranks, "WRONG RESULTS: see the tables")
     return 0 if right else 1
+
+
+def environment(ranks: Ranks) -> dict[str, Any]:
+    """Return what readers need to judge the figures of a run.  Collective."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    nodes = Counter(ranks.places()[0])
+    return {
+        "mpi": library_name(ranks.version),
+        "ranks": ranks.size,
+        "ranks_on_node": max(nodes.values()),
+        "nodes": len(nodes),
+        "cores": len(cores()),
+        "cpu": next(names, platform.machine()),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas_threads": os.environ.get("OMP_NUM_THREADS", "not set"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def head(about: dict[str, Any]) -> str:
+    """Return the beginning of the report, from the result of `environment`."""
+    text = (
+        "{date}, {mpi}, {ranks} ranks on {nodes} node(s), {cores} cores of {cpu}, Python {python}, NumPy {numpy}, "
+        "BLAS threads {blas_threads}"
+    )
+    columns = "| what | case | variant | time | ratio (quartiles) | bus bandwidth |\n|---|---|---|---|---|---|"
+    return f"{text.format_map(about)}\n\n{METHOD}\n\n{columns}"
+
+
+def rows(case: dict[str, Any]) -> list[str]:
+    """Return the rows of one case."""
+    lines, ratio = [], "1"
+    for row in case["variants"]:
+        wrong = "" if row["right"] else " **WRONG RESULT**"
+        figures = f"{time_in_words(row['median_us'] / 1e6)} | {ratio.format_map(row)} | {row['bus_gb_s']:.3g} GB/s"
+        lines.append(f"| {case['suite']} | {case['case']} | {row['name']} | {figures}{wrong} |")
+        ratio = "{ratio:.2f} ({ratio_quartile_1:.2f}-{ratio_quartile_3:.2f})"
+    return lines
 
 
 def writable(text: str) -> str:

@@ -10,19 +10,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases import Case, Variant
 from mpistrategy.cli.bench.timing import measure, tell
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.mpi.tuning.thresholds import Thresholds, default_for, trying
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.mirrored import MirroredStrategy
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
 
 #: A value replaces the default only if its time is below this fraction of the default's.
 CLEARLY = 0.95
@@ -46,7 +44,7 @@ class Search:
 
     Args:
         ranks: who measures.
-        about: the result of `report.environment`.  The library's defaults stay where no other value is clearly faster.
+        about: the result of `command.environment`.  The library's defaults stay where no other value is clearly faster.
         quick: whether to measure each comparison once and for a moment.
     """
 

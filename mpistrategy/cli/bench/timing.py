@@ -10,15 +10,13 @@ from __future__ import annotations
 import random
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases import Case, Variant
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
+from mpistrategy.cli.ranks import Ranks
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 101
 #: Calls from this many seconds on are timed one by one; the seconds of a batch of shorter calls.

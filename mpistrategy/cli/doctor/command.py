@@ -11,17 +11,13 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from mpistrategy.cli.arguments import positive
 from mpistrategy.cli.doctor import facts, mpich
-from mpistrategy.cli.doctor.checks import catalog
+from mpistrategy.cli.doctor.checks import examine
 from mpistrategy.cli.doctor.findings import BAD, Facts, Finding, Job, as_json, as_text, parts_of, worst
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
 from mpistrategy.mpi.job.launcher import start
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
 
 _SECONDS = 60.0
 #: The other ranks wait longer than rank 0, which says who is missing.
@@ -53,6 +49,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     hung.add_argument("--pid", type=int, metavar="PID", help="the same of the job of a process of this node")
 
 
+def positive(text: str) -> float:
+    """Read a number above 0."""
+    number = float(text)
+    if not number > 0:
+        raise ValueError
+    return number
+
+
 def run(options: argparse.Namespace) -> int:
     """Examine the job that this process is a rank of, or another one; return the exit status."""
     if options.job or options.pid:
@@ -71,8 +75,6 @@ def run(options: argparse.Namespace) -> int:
             return 0  # all processes find the same; the status of the first is the job's
         own_facts["refusal"] = (problem.found, problem.fix)
         return _print(options, Job([own_facts]), [problem])
-    from mpistrategy.cli.ranks import Ranks
-
     # A rank that waits for others in vain shows where, and ends.
     faulthandler.dump_traceback_later(max(end - time.monotonic(), 0) + _LONGER_SECONDS, exit=True, file=2)
     ranks = Ranks()
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     job = _meet(options, ranks, own_facts, end)
     status = 0
     if ranks.rank == 0:
-        status = _print(options, job, catalog.examine(job))
+        status = _print(options, job, examine(job))
     # srun --kill-on-bad-exit ends the ranks that are still at it when the first has ended, and reports their status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if job.missing:

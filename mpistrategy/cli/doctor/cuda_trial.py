@@ -12,20 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.cli.doctor.findings import Job
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome
 from mpistrategy.mpi.gpu.device_selection import Sight
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.options import is_on
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
 
 #: MPI libraries send small and large messages by different protocols.
 _COUNTS = (2, 2**10, 2**18, 2**21)

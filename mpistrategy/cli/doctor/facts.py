@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from glob import glob
+from pathlib import Path
 from shutil import disk_usage
-from typing import TYPE_CHECKING
 
-from mpistrategy.cli.doctor import network
 from mpistrategy.cli.doctor.findings import Facts, parts_of
+from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.job import launcher
@@ -21,9 +22,6 @@ from mpistrategy.mpi.shared_memory.memory_limits import memory
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import size_in_words
-
-if TYPE_CHECKING:
-    from mpistrategy.cli.ranks import Ranks
 
 #: Every key, with the value for "unknown": a rank may run another version of this package, which has fewer keys.
 UNKNOWN: Facts = {
@@ -43,12 +41,19 @@ UNKNOWN: Facts = {
     # What it sees of GPUs (`device_selection.Sight.text`); device files of GPUs; whether there are AMD's;
     # how many Slurm promises on the node; CUDA_VISIBLE_DEVICES; why no GPU memory is given to MPI.
     "sight": "", "gpu_devices": 0, "amd": False, "gpus_promised": 0, "visible": None, "cuda_refused": "",
-    # `mpistrategy.cli.doctor.network`
+    # Which network between nodes MPI uses, as far as the process shows, and which fast one is there.
     "network": "", "fabric": "",
     # What killed jobs have left on the node, in words; "" for nothing.
     "leftovers": "",
 }  # fmt: skip
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+#: What stands for a network where a process has it open.
+_DEVICES = {
+    "/dev/cxi": "Slingshot",
+    "/dev/hfi1": "Omni-Path",
+    "/dev/ipath": "Omni-Path",
+    "/dev/infiniband/uverbs": "verbs",
+}
 
 
 def of_this_process(environment: Mapping[str, str]) -> Facts:
@@ -78,7 +83,7 @@ def of_this_process(environment: Mapping[str, str]) -> Facts:
         "threads_source": source,
         "gpu_devices": len(glob("/dev/nvidia[0-9]*")),
         "amd": os.path.exists("/dev/kfd"),
-        "fabric": network.fabric(),
+        "fabric": fabric(),
         "gpus_promised": int(gpus_promised) if gpus_promised.isdecimal() else 0,
         "visible": environment.get("CUDA_VISIBLE_DEVICES"),
         "leftovers": leftovers.in_words(),
@@ -96,11 +101,15 @@ def of_mpi(ranks: Ranks) -> Facts:
         launcher.check_world(ranks.size, library, "mpistrategy doctor")
     except LaunchError as error:
         refusal = parts_of(error)
-    return ranks.facts() | {
+    return {
+        "rank": ranks.rank,
+        "size": ranks.size,
+        "mpi4py": ranks.mpi4py,
+        "thread_level": ranks.thread_level,
         "library": library,
         "libraries": [path for path in cuda_aware.mapped_files() if cuda_aware.is_mpi(path)],
         "refusal": refusal,
-        "network": network.network(),
+        "network": network(),
         "shm_free": disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else -1,
         "sight": sight.text(),
         "cuda_refused": cuda_trial.obstacle() if sight.gpus else "",
@@ -128,3 +137,27 @@ def offered(environment: Mapping[str, str]) -> tuple[str, ...]:
         and not {"PMI_FD", "PMI_PORT", "PMI_CONTROL_PORT", "PMI_SIZE"}.isdisjoint(environment),
     }
     return tuple(kind for kind, is_there in kinds.items() if is_there)
+
+
+def network(folder: str = "/proc/self/fd") -> str:
+    """Return what messages between nodes go by: Slingshot, Omni-Path, verbs or TCP; "" where it cannot be seen."""
+    opened = []
+    for link in glob(f"{folder}/*"):  # none without /proc
+        with suppress(OSError):  # closed meanwhile
+            opened.append(os.readlink(link))
+    kinds = (kind for device, kind in _DEVICES.items() if any(path.startswith(device) for path in opened))
+    return next(kinds, "TCP" if opened else "")
+
+
+def fabric(root: str = "/sys/class") -> str:
+    """Return the fast network of this node: InfiniBand, RoCE, Slingshot or EFA; "" where none is seen."""
+    if glob(f"{root}/cxi/*"):
+        return "Slingshot"
+    drivers = map(os.path.realpath, glob(f"{root}/infiniband/*/device/driver"))
+    if "efa" in map(os.path.basename, drivers):
+        return "EFA"
+    layers = []
+    for path in glob(f"{root}/infiniband/*/ports/*/link_layer"):
+        with suppress(OSError):
+            layers.append(Path(path).read_text(encoding="utf-8").strip())
+    return "InfiniBand" if "InfiniBand" in layers else "RoCE" if layers else ""

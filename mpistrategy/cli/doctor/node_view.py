@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpistrategy.cli.doctor.last_calls import NodeCalls, of_node
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog.local_process import node_name, why_silent
 from mpistrategy.mpi.watchdog.status_board import MARK, ROW, RankStatus, StatusBoard
@@ -23,6 +22,24 @@ _MOST_RANKS = 1024
 _FILE = "/memfd:mpistrategy"
 #: The watchdog writes once a second: nobody writes an older status any more.
 _SILENT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class NodeCalls:
+    """The last collectives of one strategy on one node.
+
+    Attributes:
+        strategy: its number, the same on all nodes.
+        ranks: how many ranks it has.
+        here: how many of them are on this node.
+        arrivals: of the collectives that all ranks of this node have noted: the number of the collective, when the last
+            rank came, the number of this rank, and when the first rank came; in seconds of time.time().
+    """
+
+    strategy: int
+    ranks: int
+    here: int
+    arrivals: Sequence[tuple[int, float, int, float]]
 
 
 @dataclass
@@ -71,8 +88,23 @@ def of_processes(processes: Sequence[int]) -> View:
             if status.rank not in newest or status.beat > newest[status.rank].beat:
                 newest[status.rank] = _from_outside(status)
         strategy, size = (int(board.all(name)[0]) for name in ("strategy", "size"))
-        calls.append(of_node(statuses, strategy or -inode, size, time.time() - time.monotonic()))
+        calls.append(last_calls(statuses, strategy or -inode, size, time.time() - time.monotonic()))
     return View([newest[rank] for rank in sorted(newest)], calls, [] if newest else [trouble])
+
+
+def last_calls(statuses: Sequence[RankStatus], strategy: int, ranks: int, offset: float) -> NodeCalls:
+    """Return the last collectives of the ranks of one board.
+
+    Args:
+        statuses: of the ranks.
+        strategy, ranks: the number of their strategy, and how many ranks it has.
+        offset: seconds to add to their times, for times of time.time().
+    """
+    arrivals = []
+    for number in set.intersection(*(set(status.calls) for status in statuses)):
+        times = [(status.calls[number] + offset, status.rank) for status in statuses]
+        arrivals.append((number, *max(times), min(times)[0]))
+    return NodeCalls(strategy, ranks, len(statuses), arrivals)
 
 
 def _shared_files(process: int) -> dict[int, str]:

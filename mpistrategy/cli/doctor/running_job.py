@@ -1,5 +1,8 @@
 """`mpistrategy doctor --job ID`: the states of the ranks of a running job, and which ranks are missing or late.
 
+A node sends only a few numbers a collective: when its first and its last rank came, and the last rank's number.  Nodes
+have clocks of their own: a difference of the clocks makes the waits wrong by as much.
+
 The command works on any machine that has Slurm's commands.  An extra job step runs this file on each node of the job;
 the file prints the state of the node's ranks.  Its lines are short, since srun mixes pieces of long lines.
 """
@@ -10,19 +13,20 @@ import argparse
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-from mpistrategy.cli.doctor import last_calls, node_view
+from mpistrategy.cli.doctor import node_view
 from mpistrategy.cli.doctor.findings import count
-from mpistrategy.cli.doctor.last_calls import NodeCalls
-from mpistrategy.cli.doctor.node_view import View
+from mpistrategy.cli.doctor.node_view import NodeCalls, View
 from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.mpi.watchdog.local_process import node_name
 from mpistrategy.mpi.watchdog.roll_call import RollCall, as_data, statuses_in
 from mpistrategy.mpi.watchdog.status_board import RankStatus
+from mpistrategy.objects.shown import time_in_words
 from mpistrategy.objects.text import decoded, printable
 
 #: Waits of so many seconds, or of a tenth of the timeout, are reported.
@@ -34,6 +38,43 @@ _HANGS, _COULD_NOT = 1, 2
 _PATIENCE_SECONDS = 40
 _MOST_LETTERS = 700
 _LINE = re.compile(r"^mpistrategy-view (\S+) (.*)$", re.M)
+#: The most calls that are compared, and the fewest from which a rank is called slow.
+MOST_CALLS, _FEWEST_CALLS = 64, 5
+#: A slow rank came last in this share of the calls, the first rank waited for it during this share of the time, and the
+#: median wait has this length.  Shorter waits come from the system's own work.
+_SLOW_CALLS, _SLOW_TIME, _SLOW_SECONDS = 2 / 3, 0.05, 1e-4
+_MOST_LATE = 8
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Who came last to the last collectives of a strategy.
+
+    Attributes:
+        ranks: how many ranks the strategy has.
+        missing: how many ranks nothing is known of.
+        numbers: of the collectives that were compared.
+        seconds: from the first of these collectives to the last.
+        waits: for each rank that came last, the most frequent first: how long the first rank waited, each time.
+    """
+
+    ranks: int
+    missing: int
+    numbers: Sequence[int]
+    seconds: float
+    waits: Mapping[int, Sequence[float]]
+
+    def share(self, rank: int) -> float:
+        """Return for what part of the time a rank was waited for."""
+        return sum(self.waits[rank]) / max(self.seconds, 1e-9)
+
+    def slow(self) -> int | None:
+        """Return the rank that keeps the others waiting; None where there is none, or some ranks are not known."""
+        if self.missing or len(self.numbers) < _FEWEST_CALLS:
+            return None
+        rank, waits = next(iter(self.waits.items()))
+        is_slow = len(waits) >= _SLOW_CALLS * len(self.numbers) and self.share(rank) >= _SLOW_TIME
+        return rank if is_slow and statistics.median(waits) >= _SLOW_SECONDS else None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         return _COULD_NOT
     hang = hangs(view.statuses)
     if options.json:
-        late = [{**asdict(lateness), "slow": lateness.slow()} for lateness in last_calls.compare(view.calls)]
+        late = [{**asdict(lateness), "slow": lateness.slow()} for lateness in compare(view.calls)]
         report = {"format": 1, "job": title, "hangs": hang, "ranks": as_data(view.statuses), "last_calls": late}
         print(json.dumps(report, indent=1))
     else:
@@ -142,7 +183,7 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
         view: the state of its ranks.
         number: of the Slurm job; "" for none.
     """
-    statuses, late = view.statuses, last_calls.compare(view.calls)
+    statuses, late = view.statuses, compare(view.calls)
     nodes = count(len({status.host for status in statuses}), "node")
     report = [f"{title}: {count(len(statuses), 'rank')} heard of, in the memory that its ranks share on {nodes}"]
     shown = sorted(statuses, key=lambda status: bool(status.waited) and len(statuses) > _MOST_ROWS)[:_MOST_ROWS]
@@ -150,7 +191,7 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
     if len(statuses) > len(shown):
         report.append(f"  and {len(statuses) - len(shown)} more")
     for lateness in late:
-        report += last_calls.lines(lateness, {status.rank: status.host for status in statuses})
+        report += lines_about(lateness, {status.rank: status.host for status in statuses})
     if not hangs(statuses):
         slow = {lateness.slow() for lateness in late}
         cures = [line for status in statuses if status.rank in slow for line in _cure(status, number)]
@@ -169,6 +210,53 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
         report.append(
             f"The job ends by itself, with a roll call, {remaining:.0f} s from now (timeout {longest.limit:g} s)."
         )
+    return report
+
+
+def compare(nodes: Sequence[NodeCalls]) -> list[Lateness]:
+    """Return who came last, for each strategy of several ranks; the strategy of the most ranks first."""
+    results = []
+    for strategy in {node.strategy for node in nodes}:
+        parts = [node for node in nodes if node.strategy == strategy]
+        by_number = [{number: arrival for number, *arrival in part.arrivals} for part in parts]
+        numbers = sorted(set.intersection(*map(set, by_number)))[-MOST_CALLS:]
+        waits: dict[int, list[float]] = {}
+        times: list[float] = []
+        for number in numbers:
+            last_at, last, _ = max(arrivals[number] for arrivals in by_number)
+            first_at = min(arrivals[number][2] for arrivals in by_number)
+            waits.setdefault(int(last), []).append(last_at - first_at)
+            times += [first_at, last_at]
+        ordered = dict(sorted(waits.items(), key=lambda pair: (-len(pair[1]), pair[0])))
+        missing = parts[0].ranks - sum(part.here for part in parts)
+        results.append(Lateness(parts[0].ranks, missing, numbers, max(times) - min(times) if times else 0.0, ordered))
+    return sorted(results, key=lambda lateness: -lateness.ranks)
+
+
+def lines_about(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
+    """Return the report of one strategy.
+
+    Args:
+        late: who came last.
+        hosts: the node of each rank, where it is known.
+    """
+    calls, head = len(late.numbers), f"strategy of {count(late.ranks, 'rank')}: "
+    if calls < _FEWEST_CALLS:
+        return [f"{head}its collectives are too few, or too quick, to compare who came last."]
+    head += f"{late.numbers[-1]} collectives so far; who came last in the last {calls}, within "
+    report = [f"{head}{time_in_words(late.seconds)}:"]
+    for rank, waits in [*late.waits.items()][:_MOST_LATE]:
+        usual, most = time_in_words(statistics.median(waits)), time_in_words(max(waits))
+        report.append(
+            f"  rank {rank:<4} last in {len(waits)} on {hosts.get(rank) or '?'}; the first waited {usual} for it "
+            f"(median), at most {most}; {late.share(rank):.0%} of the time"
+        )
+    if late.missing:
+        report.append(f"  Whom they all wait for cannot be said without the other {count(late.missing, 'rank')}.")
+    elif late.slow() is not None:
+        report.append(f"  Rank {late.slow()} keeps the others waiting.")
+    else:
+        report.append("  No rank keeps the others waiting for long.")
     return report
 
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpistrategy import own_files
@@ -51,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _render(options: argparse.Namespace) -> None:
-    site, settings = scripts.checked(options.template, _statement(options.statement))
+    statement = {key: value for key, _, value in (word.partition("=") for word in options.statement)}
+    site, settings = scripts.checked(options.template, statement)
     name = os.path.basename(options.output or "")
     file = shlex.quote(name) if name and name.isprintable() else "FILE"
     text = scripts.written(options.template, site, settings, file)
@@ -60,18 +60,6 @@ def _render(options: argparse.Namespace) -> None:
     else:
         _check_new(Path(options.output), options.force)
         _write(Path(options.output), text)
-
-
-def _statement(words: Sequence[str]) -> Mapping[str, object]:
-    """Return the statement that the words of the command line make."""
-    statement: dict[str, object] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key in statement:
-            problem = f"{key!r} twice" if equals else f"{word!r}"
-            raise OptionError.at(_WHERE, found=problem, expected="each key once, as KEY=VALUE")
-        statement[key] = value
-    return statement
 
 
 def listing() -> str:

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpistrategy.cli.slurm import sites
-from mpistrategy.cli.slurm.keys import KEYS
+from mpistrategy.cli.slurm.keys import KEYS, in_seconds
 from mpistrategy.cli.slurm.sites import Site
-from mpistrategy.cli.slurm.values import in_seconds
 from mpistrategy.errors import OptionError
 from mpistrategy.objects.shown import did_you_mean
 

@@ -9,15 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpistrategy import own_files
-from mpistrategy.cli.slurm import values
-from mpistrategy.cli.slurm.keys import KEYS
+from mpistrategy.cli.slurm.keys import KEYS, one_line, refuse
 from mpistrategy.errors import OptionError
 from mpistrategy.objects.shown import did_you_mean
 
 FOLDER = Path(__file__).parent / "sites"
-#: Far larger than any profile; tomllib takes quadratic time for keys of many parts.
-_MOST_BYTES = 2**14
 
 
 @dataclass(frozen=True)
@@ -75,14 +71,13 @@ def load(name: object) -> Site:
     Raises:
         OptionError: when there is none, or the file is not as it must be.
     """
-    text, where = values.one_line(name, "site"), f"mpistrategy slurm, the profile {name}"
+    text, where = one_line(name, "site"), f"mpistrategy slurm, the profile {name}"
     path = Path(os.path.expanduser(text)) if text.endswith(".toml") else FOLDER / f"{text}.toml"
     if not text.endswith(".toml") and text not in names():
         expected = f"one of {', '.join(names())}, or the path of a profile that ends in .toml"
-        fix = did_you_mean(text, names())
-        raise OptionError.at("mpistrategy slurm", found=f"site={name!r}", expected=expected, fix=fix)
+        refuse("site", name, expected, did_you_mean(text, names()))
     try:
-        table = tomllib.loads(own_files.read(str(path.resolve()), _MOST_BYTES, only_own=False).decode())
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError.at(where, found=str(error), expected="a file in TOML that can be read") from None
     whole: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}

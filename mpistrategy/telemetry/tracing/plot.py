@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpistrategy import own_files
-from mpistrategy.telemetry.tracing.timeline import Timeline
+from mpistrategy.telemetry.tracing.timeline import Timeline, refusal
 
 #: The most collectives of a rank, and the most ranks, that a reader can distinguish in one picture.
 _MOST_CALLS, _MOST_RANKS = 16, 32
@@ -12,7 +12,7 @@ _COLORS = {"step": "#e4ecf5", "span": "#f6dfae", "waiting": "#c8c8c8"}
 _PARTS = {"step": (-0.42, 0.84), "span": (-0.38, 0.22), "collective": (-0.12, 0.46)}
 
 
-def draw(timeline: Timeline, file: str) -> str:
+def draw(timeline: Timeline, file: str) -> None:
     """Draw a PNG of the ranks' events while the first rank makes some collectives in the middle of the run.
 
     Who may read it: as of checkpoints (`mpistrategy.own_files.new_file`).
@@ -21,18 +21,19 @@ def draw(timeline: Timeline, file: str) -> str:
         timeline: the run.
         file: what to write.
 
-    Returns:
-        Why there is no picture; "" when there is one.
+    Raises:
+        OSError: when it cannot be written.
+        TraceError: without matplotlib, and where nothing was recorded.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "no picture: matplotlib is not installed (pip install matplotlib)"
+        raise refusal("no matplotlib", "one that draws pictures", "pip install matplotlib") from None
     ranks, colors = list(timeline.by_rank())[:_MOST_RANKS], dict(_COLORS)
     calls = [event for event in timeline.events if event["cat"] == "collective" and event["pid"] == ranks[0]]
     middle = calls[max(0, len(calls) - _MOST_CALLS) // 2 :][:_MOST_CALLS] or timeline.events
     if not middle:
-        return "no picture: nothing was recorded"
+        raise refusal("no events", "some to draw")
     start, end = middle[0]["ts"], max(event["ts"] + event["dur"] for event in middle)
     figure = Figure(figsize=(12, 1.5 + 0.78 * len(ranks)), layout="constrained")
     axes = figure.subplots()
@@ -49,9 +50,5 @@ def draw(timeline: Timeline, file: str) -> str:
     for name, color in colors.items():
         axes.bar(0, 0, color=color, label=name)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    try:
-        with own_files.whole_file(file) as whole:
-            figure.savefig(whole, format="png")
-    except OSError as error:
-        return f"no picture: {file}: {error.strerror or error}"
-    return ""
+    with own_files.whole_file(file) as whole:
+        figure.savefig(whole, format="png")

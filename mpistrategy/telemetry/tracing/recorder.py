@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -55,24 +54,6 @@ _LOOSE = ("", "broadcast", "broadcast slices", "gather", "write")
 
 _now = time.monotonic_ns
 _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
-
-
-@dataclass(slots=True)
-class _Interval:
-    """A collective, a step or a span: open, or just ended.
-
-    Attributes:
-        category: "collective", "step" or "span".
-        subject: of a collective, its group and its call; of a step or a span, name and number.
-        start, end: nanoseconds; `end` is 0 while it lasts.
-        track: the rank, and the number of the thread.
-    """
-
-    category: str
-    subject: tuple[str, Any]
-    start: int
-    track: tuple[int, int]
-    end: int = 0
 
 
 class Trace(Switched, Settable):
@@ -131,13 +112,6 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
     return Trace(os.fspath(path))
 
 
-@functools.cache
-def start_from_environment() -> None:
-    """Record the rest of the program where MPISTRATEGY_TRACE says so."""
-    if folder := os.environ.get(VARIABLE, ""):
-        Trace(folder).start()
-
-
 class Recorder:
     """Records this process into a file of its own.
 
@@ -149,9 +123,9 @@ class Recorder:
         self.directory = directory
         #: The file, once something was recorded.
         self.path: str = ""
-        self._waiting: deque[_Interval] = deque()
+        self._waiting: deque[dict[str, Any]] = deque()
         self._steps = self._count = 0
-        self._open: dict[Any, _Interval] = {}
+        self._open: dict[Any, dict[str, Any]] = {}
         self._tracks: dict[int, tuple[int, int]] = {}
         self._file: IO[str] | None = None
         self._is_over = threading.Event()
@@ -172,32 +146,40 @@ class Recorder:
 
     def entered(self, guard: Guard, call: CurrentCall) -> None:
         """Note when a collective begins."""
-        self._open[guard] = _Interval("collective", (_group_of(guard), call), _now(), self._track())
+        self._open[guard] = self._event("collective", "")
 
     def left(self, guard: Guard, call: CurrentCall) -> None:
         """Put a collective into the queue."""
         if guard in self._open:
-            self.end(guard)
+            self._put(self._ended(guard) | _about_call(guard, call))
 
     def begin(self, kind: str, name: str) -> Any:
         """Note when a step or a span begins."""
-        self._steps += kind == "step"
-        token = object()
-        self._open[token] = _Interval(kind, (name, self._steps), _now(), self._track())
+        token, event = object(), self._event(kind, name)
+        if kind == "step":
+            self._steps += 1
+            event |= {"name": f"step {self._steps}", "args": {"function": name, "number": self._steps}}
+        self._open[token] = event
         return token
 
     def end(self, token: Any) -> None:
         """Put what began into the queue."""
-        interval = self._open.pop(token)
-        interval.end = _now()
-        self._waiting.append(interval)
+        self._put(self._ended(token))
+
+    def _ended(self, token: Any) -> dict[str, Any]:
+        event = self._open.pop(token)
+        return event | {"ts": event["ts"] / 1e3, "dur": (_now() - event["ts"]) / 1e3}
+
+    def _put(self, event: dict[str, Any]) -> None:
+        self._waiting.append(event)
         self._count += 1
         if self._count == MOST_EVENTS:
             self._give_up(f"it has {MOST_EVENTS} events")
 
-    def _track(self) -> tuple[int, int]:
-        """Return the rank and the number of this thread."""
-        return self._tracks.setdefault(threading.get_ident(), (own_place()[0], len(self._tracks)))
+    def _event(self, kind: str, name: str) -> dict[str, Any]:
+        """Return an event that begins now, in this thread."""
+        rank, thread = self._tracks.setdefault(threading.get_ident(), (own_place()[0], len(self._tracks)))
+        return {"name": name, "cat": kind, "ph": "X", "ts": _now(), "pid": rank, "tid": thread, "args": {}}
 
     def _give_up(self, why: str) -> None:
         observers.unwatch(self)
@@ -214,7 +196,7 @@ class Recorder:
         try:
             while not is_over:
                 is_over = self._is_over.wait(SECONDS_BETWEEN_WRITES)
-                self._write([_event(self._waiting.popleft()) for _ in range(len(self._waiting))])
+                self._write([self._waiting.popleft() for _ in range(len(self._waiting))])
             if self._file is not None:
                 self._write([_about(own_place()[0], "end")], "\n]\n")
                 self._file.close()
@@ -253,20 +235,13 @@ def _about(pid: int, name: str, **args: Any) -> dict[str, Any]:
     return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": 0, "args": args}
 
 
-def _event(interval: _Interval) -> dict[str, Any]:
-    name, number = interval.subject
-    args: dict[str, Any] = {}
-    if interval.category == "collective":
-        group, call = interval.subject
-        signature = call.signature or Signature("")
-        where, title, place = signature.call or call.where, signature.name or call.name, signature.place or call.place
-        name, args = _in_words(signature._replace(call=where, name=title, place=place))
-        args = args | {"number": call.number} | ({"group": group} if group and _is_meeting(signature) else {})
-    elif interval.category == "step":
-        name, args = f"step {number}", {"function": name, "number": number}
-    times = {"ts": interval.start / 1e3, "dur": (interval.end - interval.start) / 1e3}
-    track = {"pid": interval.track[0], "tid": interval.track[1]}
-    return {"name": name, "cat": interval.category, "ph": "X", **times, **track, "args": args}
+def _about_call(guard: Guard, call: CurrentCall) -> dict[str, Any]:
+    """Return the name and the arguments of the event of a collective."""
+    signature = call.signature or Signature("")
+    where, title, place = signature.call or call.where, signature.name or call.name, signature.place or call.place
+    name, args = _in_words(signature._replace(call=where, name=title, place=place))
+    group = _group_of(guard) if _is_meeting(signature) else ""
+    return {"name": name, "args": args | {"number": call.number} | ({"group": group} if group else {})}
 
 
 def _group_of(guard: Guard) -> str:

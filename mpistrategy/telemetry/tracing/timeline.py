@@ -99,17 +99,14 @@ class Timeline:
         Who may read it: as of checkpoints (`mpistrategy.own_files.new_file`).
 
         Raises:
-            TraceError: when it cannot be written.
+            OSError: when it cannot be written.
         """
         about_rank = {"name": "process_name", "ph": "M", "ts": 0, "tid": 0}
         rank_names = [about_rank | {"pid": rank, "args": {"name": f"rank {rank}"}} for rank in self.by_rank()]
         header = self.recordings[0].header
         text = json.dumps({"displayTimeUnit": "ms", "otherData": header, "traceEvents": rank_names + self.events})
-        try:
-            with own_files.whole_file(path) as file:
-                file.write(text.encode())
-        except OSError as error:
-            raise _refusal(f"{path}: {error.strerror or error}", "a file that can be written") from error
+        with own_files.whole_file(path) as file:
+            file.write(text.encode())
 
 
 def timeline_of(folder: str) -> Timeline:
@@ -175,10 +172,10 @@ def _newest_run(folder: str) -> tuple[list[Recording], int]:
         recordings = [recording for name in names if (recording := read(os.path.join(folder, name))) is not None]
     except OSError as error:
         message = f"{error.filename or folder}: {error.strerror}"
-        raise _refusal(message, "a folder with a trace in it, of files of yours") from error
+        raise refusal(message, "a folder with a trace in it, of files of yours") from error
     if not recordings:
         fix = f"Make some: MPISTRATEGY_TRACE={folder} mpiexec -n 4 python program.py"
-        raise _refusal(f"no recordings in {folder}", f"files {PREFIX}*{SUFFIX}", fix)
+        raise refusal(f"no recordings in {folder}", f"files {PREFIX}*{SUFFIX}", fix)
     recordings.sort(key=lambda file: (bool(file.groups), file.header["wall_us"]))
     newest = recordings[-1]  # one with collectives, if any: a program that a rank started may record, too
     candidates = [
@@ -207,7 +204,7 @@ def read(path: str) -> Recording | None:
         return None
     header = events[0]["args"]
     if header["version"] != VERSION:
-        raise _refusal(f"{path} of version {header['version']} of the format", f"version {VERSION}")
+        raise refusal(f"{path} of version {header['version']} of the format", f"version {VERSION}")
     return Recording(header, [event for event in events if event["ph"] == "X"], events[-1]["name"] == "end")
 
 
@@ -220,5 +217,6 @@ def _event_in(line: str) -> Event | None:
     return event if isinstance(event, dict) and event.keys() >= _FIELDS else None
 
 
-def _refusal(found: str, expected: str, fix: str = "") -> TraceError:
+def refusal(found: str, expected: str, fix: str = "") -> TraceError:
+    """Return the error of `mpistrategy trace`."""
     return TraceError.at(_WHERE, found=found, expected=expected, fix=fix)
