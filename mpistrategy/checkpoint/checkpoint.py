@@ -322,10 +322,9 @@ class Checkpoint(NamesOurs):
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.
         """
-        path = checked_path(path, "Checkpoint.arrays", "path")
         ranks = Alone()
         with Call(ranks.guard, "Checkpoint.arrays") as call:
-            source = Reading(ranks, path, None, call)
+            source = Reading(ranks, checked_path(path, call.where, "path"), None, call)
             items = {name: item for name, item in source.manifest.items.items() if item.dtype}
             arrays = {name: fetched(source, name, item.copies) for name, item in items.items() if item.copies != OWN}
             for rank, own in sorted(source.owns.items()):
