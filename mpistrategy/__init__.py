@@ -53,8 +53,7 @@ from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpistrategy import gradients, losses, metrics, optimizers, schedules, telemetry, testing
-    from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, Stateful
-    from mpistrategy.checkpoint.manager import CheckpointManager
+    from mpistrategy.checkpoint.checkpoint import Checkpoint, CheckpointManager, Restored, Saving, Stateful
     from mpistrategy.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
     from mpistrategy.checkpoint.state import Rows
     from mpistrategy.training.gradient_buckets import GradientBuckets
@@ -64,7 +63,7 @@ __version__ = "1.0.0rc1"
 #: What is loaded when the first of these names is used: thousands of ranks that import at once read fewer files.
 _LATER = {
     "Checkpoint": "checkpoint.checkpoint",
-    "CheckpointManager": "checkpoint.manager",
+    "CheckpointManager": "checkpoint.checkpoint",
     "GradientBuckets": "training.gradient_buckets",
     "PreemptionCheckpointHandler": "checkpoint.preemption",
     "Restored": "checkpoint.checkpoint",

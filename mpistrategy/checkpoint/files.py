@@ -16,9 +16,8 @@ import fcntl
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from typing import Any
 
 from mpistrategy import own_files
 from mpistrategy.errors import (
@@ -27,6 +26,7 @@ from mpistrategy.errors import (
     CheckpointMissingError,
     CheckpointReadError,
     CheckpointWriteError,
+    MpiStrategyError,
 )
 from mpistrategy.mpi.watchdog import watchdog
 
@@ -40,7 +40,6 @@ watcher: Callable[[str, str], None] = nobody
 
 #: What file systems without locks say.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: The processes and what they have locked.
 _locked: set[tuple[int, str]] = set()
 #: What makes the name of a new folder unique.
@@ -51,8 +50,8 @@ PIECE_BYTES = 2**24
 _FILES = re.compile(
     r"manifest\.json|shard-[0-9]{5,}\.safetensors|done-[0-9]{1,9}-[0-9]{1,19}-[0-9a-f]{32}|failed-[0-9]{1,9}"
 )
-#: What is said of a symbolic link, a file in the place of a folder, and something that is not a file.
-_DAMAGED = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
+#: What is said of a symbolic link, a file in the place of a folder, something that is not a file, and a large file.
+_DAMAGED = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG)
 
 
 def checksum_of(data: Any = b"") -> Any:
@@ -62,16 +61,17 @@ def checksum_of(data: Any = b"") -> Any:
 
 @contextlib.contextmanager
 def writing(where: str, path: str) -> Iterator[None]:
-    """Turn OSError into a CheckpointWriteError."""
+    """Turn any error that is not of this package into a CheckpointWriteError."""
     try:
         yield
-    except CheckpointError:
+    except MpiStrategyError:
         raise
-    except OSError as error:
-        name = errno.errorcode.get(error.errno or 0, "?")
+    except Exception as error:
+        name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+        text = f"{getattr(error, 'strerror', None) or error} ({name})"
         raise CheckpointWriteError.at(
             where,
-            found=f"{error.strerror or error} ({name}) at {str(error.filename or path)!r}",
+            found=f"{text} at {getattr(error, 'filename', None) or path!r}",
             expected="a folder that every rank can write to, with room in it",
         ) from error
 
@@ -83,7 +83,10 @@ def reading(where: str, path: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if os.path.lexists(path):
+            name = os.path.basename(error.filename)
+            raise damaged(path, f"no {name}: it was not finished, or is not a checkpoint") from error
         raise CheckpointMissingError.at(where, found=f"nothing at {path!r}", expected="a checkpoint") from None
     except (OSError, MemoryError) as error:
         text = f"{getattr(error, 'strerror', '') or str(error) or 'not enough memory'} at {path!r}"
@@ -176,7 +179,7 @@ class Lock:
         self._key = self.process, path
         if self._key in _locked:  # opening and closing the file would give up a POSIX lock that is there
             raise BlockingIOError(errno.EAGAIN, "this process has locked it", path)
-        self._descriptor: int = os.open(path, flags | _FLAGS, 0o600)
+        self._descriptor: int = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         self.is_held: bool = True
         try:
             lock = fcntl.flock if flags & os.O_DIRECTORY else fcntl.lockf
@@ -253,7 +256,7 @@ def check_is_trusted(folder: str) -> None:
         CheckpointReadError: for another user's folder, in a folder that everybody can write to.
     """
     state = os.lstat(folder)
-    if not stat.S_ISDIR(state.st_mode):
+    if not is_folder(folder):
         raise NotADirectoryError(errno.ENOTDIR, "it is a symbolic link, or not a folder", folder)
     if not own_files.is_trusted(state, os.stat(os.path.dirname(folder))):
         raise CheckpointReadError.at(
@@ -262,30 +265,6 @@ def check_is_trusted(folder: str) -> None:
             expected="a file or folder of yours",
             fix="If you trust it, copy it to a folder of your own.",
         )
-
-
-def opened(path: str, most: int, size: int | None = None) -> IO[bytes]:
-    """Open a file of a checkpoint for reading.
-
-    Args:
-        path: its path.
-        most: the most bytes that it may have.
-        size: the bytes that it must have; None for any number.
-
-    Raises:
-        CheckpointDamagedError: for another size, and if there is nothing.
-        OSError: for a link, something else than a file, and another user's file in a folder that everybody can write
-            to (`own_files.open_trusted`).
-    """
-    try:
-        descriptor = own_files.open_trusted(path)
-    except FileNotFoundError as error:
-        raise damaged(path, f"no {os.path.basename(path)}: it was not finished, or is not a checkpoint") from error
-    actual = os.fstat(descriptor).st_size
-    if actual > most or size not in (None, actual):
-        os.close(descriptor)
-        raise damaged(path, f"{actual} bytes, not {f'at most {most}' if size is None else size}")
-    return os.fdopen(descriptor, "rb")
 
 
 def damaged(path: str, found: str) -> CheckpointDamagedError:

@@ -9,10 +9,10 @@ The shards are files in the format safetensors, which many programs read: eight 
 the header has the dtype, shape and offsets of each array; the bytes of the arrays follow.  The header is for other
 programs.  An array of a dtype that safetensors does not have is stored as bytes.
 
-A shard has the data of some ranks, each as one entry, `_rank N`: arrays, a line of JSON, and the length of that.  Each
-shard has those of equally many ranks, in rank order.  After them it has its part of the arrays that are saved once.
-These lie one after the other, those of the widest dtypes first, and each shard has an equal part of their bytes, up to
-whole elements.
+A shard has the data of some ranks: for each rank arrays, then a line of JSON and the length of that.  Each shard has
+those of equally many ranks, in rank order.  After them it has its parts of the arrays that are saved once.  Large
+arrays are cut, so that the shards are of about equal sizes.  In the header an array that is whole has its own name, and
+other data have names that begin with `_`.
 
 Plain values are JSON as Python writes it: ints of any size, all bits of floats, NaN.  Tuples stay tuples.  A type that
 JSON does not have is an object with one key, which names the type; a dict is a list of pairs, so that none of its keys
@@ -25,24 +25,26 @@ A file may be forged: sizes are checked before memory is allocated for them.
 from __future__ import annotations
 
 import copy
+import heapq
 import importlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from mpistrategy import own_files
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.files import PIECE_BYTES, checksum_of, damaged, is_ours, moves_on, opened
-from mpistrategy.errors import CheckpointError, DTypeError, OptionError
-from mpistrategy.objects.text import printable
+from mpistrategy.checkpoint.files import PIECE_BYTES, checksum_of, damaged, is_ours, moves_on
+from mpistrategy.errors import DTypeError, OptionError
 
 NAME = "manifest.json"
+#: The name of the folder of checkpoint {} while it is replaced.
+REPLACED = ".{}.replaced"
 VERSION = 1
 #: How copies are saved: one for all ranks; one for each rank; rows of a global array, some on each rank; one for each
 #: rank, combined on another number of ranks.
@@ -51,21 +53,20 @@ COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 #: Kinds of arrays, beside variables and rows.
 ARRAYS = frozenset({"array", "tensor", "scalar"})
 MOST_RANKS = 1_000_000
-#: The most levels of objects.
+#: The most levels of objects, and of plain values in one of them.
 DEEPEST = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})"\}\n')
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One item of a checkpoint: an array, a value, or an object that only holds other items.
 
     Attributes:
         kind: a word of `mpistrategy.checkpoint.state`; `Kept._kept_as` of this package's own objects.
         copies: `ONE`, `OWN`, `ROWS` or one of `COMBINED`; "" for an object that only holds other items.
-        dtype: of an array.
+        dtype: of an array; "" for others, which are not in the shards.
         shape: of an array; where each rank has its own array, of rank 0's.  The first axis of rows is 0 here.
-        keys: of the items below it; None for positions.
+        keys: of the items below it; of a list or tuple, the positions.
         values: a tuple of the value, if it was saved once; else empty.
     """
 
@@ -73,59 +74,67 @@ class Item:
     copies: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    keys: Any = None
+    keys: Sequence[Any] = ()
     values: tuple[Any, ...] = ()
-
-    @property
-    def is_array(self) -> bool:
-        """Whether it is an array, in the shards."""
-        return self.dtype != ""
-
-    @property
-    def is_of_each_rank(self) -> bool:
-        """Whether each rank has its own array or value."""
-        return self.copies not in ("", ONE)
-
-    @property
-    def elements(self) -> int:
-        """How many elements an array of `shape` has."""
-        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
         """The bytes of an element."""
         return dtype_of(self.dtype).itemsize
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an array of `shape`."""
+        return math.prod(self.shape) * self.itemsize
 
-def by_width(items: Mapping[str, Item]) -> list[str]:
+
+#: Items by path.
+Items: TypeAlias = Mapping[str, Item]
+#: Of an array, by path: a shard, the first element in it, and the one after the last.
+Parts: TypeAlias = dict[str, list[tuple[int, int, int]]]
+
+
+def by_width(items: Items) -> list[str]:
     """Return the paths of the arrays among some items, those of the widest dtypes first."""
-    return sorted((path for path, item in items.items() if item.is_array), key=lambda path: -items[path].itemsize)
+    return sorted((path for path, item in items.items() if item.dtype), key=lambda path: -items[path].itemsize)
 
 
-def shares(items: Mapping[str, Item], count: int) -> list[dict[str, tuple[int, int]]]:
-    """Return what each of so many shards has of the arrays that are saved once.
+def of_each_rank(items: Items) -> Items:
+    """Return the arrays and values that differ between the ranks."""
+    return {path: item for path, item in items.items() if item.copies not in ("", ONE)}
 
-    For each array in the shard: its first element, and the element after its last one.
+
+def shares(items: Items, count: int) -> Parts:
+    """Return the parts of the arrays that are saved once, in so many shards: each goes to the emptiest shard."""
+    once = {path: item for path, item in items.items() if item.dtype and item.copies == ONE}
+    total = sum(item.nbytes for item in once.values())
+    most = total // (4 * count) if count > 1 else total  # bytes of a part
+    emptiest = [(0, number) for number in range(count)]
+    parts: Parts = {}
+    for path in by_width(once):
+        itemsize, size = once[path].itemsize, math.prod(once[path].shape)
+        step = max(1, most // itemsize)
+        for begin in range(0, size, step):
+            nbytes, number = emptiest[0]
+            heapq.heapreplace(emptiest, (nbytes + min(step, size - begin) * itemsize, number))
+            parts.setdefault(path, []).append((number, begin, min(begin + step, size)))
+    return parts
+
+
+def places(node_of: Sequence[int], count: int, ranks: int) -> tuple[list[int], Array]:
+    """Return the rank that writes or reads each of so many shards, and the shard of each rank's data.
+
+    Args:
+        node_of: the nodes of the ranks.  Those that write or read are spread over the nodes; the first is rank 0.
+        count: how many shards there are.
+        ranks: how many ranks have data.
     """
-    once = {path: item for path, item in items.items() if item.copies == ONE}
-    paths = by_width(once)
-    total = sum(once[path].elements * once[path].itemsize for path in paths)
-    found: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
-    number = position = 0  # the shard, and the first byte of the array among those of all arrays
-    for path in paths:
-        begin, elements, itemsize = 0, once[path].elements, once[path].itemsize
-        while position + elements * itemsize > (end := total * (number + 1) // count):
-            if (stop := (end - position) // itemsize) > begin:
-                found[number][path] = begin, stop
-                begin = stop
-            number += 1
-        found[number][path] = begin, elements
-        position += elements * itemsize
-    return found
+    by_node, size = np.argsort(node_of, kind="stable"), len(node_of)
+    chosen = np.sort(by_node[np.arange(count) * max(size, count) // count % size])
+    return chosen.tolist(), np.arange(ranks) * count // ranks
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """The contents of a checkpoint.
 
     Attributes:
@@ -140,24 +149,18 @@ class Manifest:
     ranks: int
     shards: Sequence[tuple[int, str]]
     items: dict[str, Item]
-    own: list[int] = field(default_factory=list)
-    layout: dict[str, Any] = field(default_factory=dict)
-    written_by: str = ""
+    own: list[int]
+    layout: dict[str, Any]
+    written_by: str
 
     @property
     def names(self) -> list[str]:
         """The names of the objects."""
         return [path for path in self.items if "/" not in path]
 
-    @property
-    def of_each_rank(self) -> dict[str, Item]:
-        """The arrays and values that differ between the ranks."""
-        return {path: item for path, item in self.items.items() if item.is_of_each_rank}
-
     def text(self, where: str) -> bytes:
         """Return the bytes of the file; raise OptionError for more names and plain values than `parse` accepts."""
-        items = {path: [*vars(item).values()] for path, item in self.items.items()}
-        return with_head(dumps({**vars(self), "items": items}, where))
+        return with_head(dumps(self._asdict(), where))
 
 
 def with_head(body: bytes) -> bytes:
@@ -166,12 +169,15 @@ def with_head(body: bytes) -> bytes:
     return f'{{"format":"mpistrategy checkpoint","version":{VERSION},"checksum":"{checksum}"}}\n'.encode() + body
 
 
+def manifest_in(folder: str) -> bytes:
+    """Return the bytes of the manifest in a folder; raise OSError if it cannot be read, or is too large."""
+    return own_files.read(os.path.join(folder, NAME), LONGEST_TEXT, only_own=False)
+
+
 def is_checkpoint(folder: str) -> bool:
     """Return whether a folder has a manifest of this package's, of any version, and no files but a checkpoint's."""
-    with suppress(CheckpointError, OSError):
-        if is_ours(folder):
-            with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
-                return _HEAD.match(file.read(200)) is not None
+    with suppress(OSError):
+        return is_ours(folder) and _HEAD.match(manifest_in(folder)) is not None
     return False
 
 
@@ -184,9 +190,8 @@ def parse(data: bytes, where: str) -> Manifest:
     head = _HEAD.match(data)
     if head is None:
         raise damaged(where, "a manifest of another format, or a damaged one")
-    version = int(head[1])
-    if version != VERSION:
-        raise damaged(where, f"format version {version} (this is {VERSION}; another mpistrategy wrote it)")
+    if int(head[1]) != VERSION:
+        raise damaged(where, f"format version {int(head[1])} (this is {VERSION}; another mpistrategy wrote it)")
     text = data[head.end() :]
     if checksum_of(text).hexdigest().encode() != head[2]:
         raise damaged(where, "a manifest with another checksum than it was written with")
@@ -194,28 +199,28 @@ def parse(data: bytes, where: str) -> Manifest:
     try:
         return _manifest(**body)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-        raise damaged(where, f"a manifest that contradicts itself ({str(error)[:80]})") from error
+        raise damaged(where, f"a manifest that contradicts itself ({error!s:.80})") from error
 
 
 def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, written_by: Any) -> Manifest:
-    require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
-    for nbytes, checksum in shards:
-        require(_is_count(nbytes, MOST_BYTES) and re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "shards")
+    require(_is_count(ranks, MOST_RANKS) and 1 <= len(shards) <= ranks, "ranks")
+    for nbytes, _ in shards:
+        require(_is_count(nbytes, MOST_BYTES), "shards")
     checked: dict[str, Item] = {}
     for path, packed in items.items():
-        require(not path.startswith("_") and ("/" not in path or path.rpartition("/")[0] in checked), "paths")
+        require("/" not in path or path.rpartition("/")[0] in checked, "paths")
         require(path.count("/") <= DEEPEST, "levels")
         checked[path] = _item(*packed)
     require(isinstance(written_by, str) and len(written_by) <= 100 and isinstance(layout, dict), "layout")
-    manifest = Manifest(ranks, shards, checked, own, layout, printable(written_by, ""))
-    require(len(own) == (ranks if manifest.of_each_rank else 0), "data of the ranks")
+    manifest = Manifest(ranks, shards, checked, own, layout, written_by)
+    require(len(own) == (ranks if of_each_rank(checked) else 0), "data of the ranks")
     require(all(_is_count(nbytes, MOST_BYTES) for nbytes in own), "data of a rank")
     return manifest
 
 
 def _item(kind: Any, copies: Any, dtype: Any, shape: Any, keys: Any, values: Any) -> Item:
     """Return the item of these values."""
-    require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
+    require(copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
     require((kind == ROWS) == (copies == ROWS) and (kind in ARRAYS | {"variable", ROWS}) == bool(dtype), "kinds")
     if dtype:
         elements = dtype_of(dtype)
@@ -283,66 +288,52 @@ def raw(array: Array) -> Array:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
 
 
-def pieces_of(contents: Mapping[str, Sequence[Array]]) -> list[Any]:
-    """Return the bytes of a shard, in pieces.
-
-    Args:
-        contents: by name, an array; or the bytes of the data of a rank, in pieces.
-    """
+def pieces_of(contents: Mapping[str, Array]) -> list[Any]:
+    """Return the bytes of a shard with these arrays, in pieces."""
     header: dict[str, Any] = {"__metadata__": {"format": "mpistrategy"}}
-    data: list[Array] = []
     start = 0
-    for path, arrays in contents.items():
-        name = NAMES.get(dtype_text(arrays[0].dtype, path))
-        pieces = [raw(array) for array in arrays]
-        data += pieces
-        stop = start + sum(piece.size for piece in pieces)
-        shape = arrays[0].shape if name and len(arrays) == 1 else [stop - start]
+    for path, array in contents.items():
+        name = NAMES.get(dtype_text(array.dtype, path))
+        stop = start + array.nbytes
+        shape = array.shape if name else [array.nbytes]
         header[path] = {"dtype": name or "U8", "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
-    return [len(text).to_bytes(LENGTH_BYTES, "little") + text, *data]
+    return [len(text).to_bytes(LENGTH_BYTES, "little") + text, *map(raw, contents.values())]
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_shard(path: str, nbytes: int, checksum: str, entries: Sequence[tuple[str, int, bool]]) -> dict[str, Array]:
-    """Read a shard whole, once.
+def read_shard(path: str, nbytes: int, checksum: str, sizes: Mapping[Any, int]) -> Iterator[tuple[Any, Array]]:
+    """Read a shard whole, once; yield its header and each array as bytes, which count once the iterator has ended.
 
     Args:
         path: the file.
         nbytes, checksum: its size and its checksum, as the manifest says.
-        entries: what is in it after the header: a name, how many bytes, and whether to return them.  Other bytes take
-            no memory.
-
-    Returns:
-        The bytes by name.
+        sizes: what is in it after the header: how many bytes, by key.
 
     Raises:
         CheckpointDamagedError: for another size or checksum, and for other sizes of what is in it.
         OSError, MemoryError: if it cannot be read.
     """
-    contents: dict[str, Array] = {}
-    with opened(path, nbytes, nbytes) as file:
-        head = file.read(LENGTH_BYTES)
+    with os.fdopen(own_files.open_trusted(path), "rb") as file:
+        actual, head = os.fstat(file.fileno()).st_size, file.read(LENGTH_BYTES)
         length, running_checksum = int.from_bytes(head, "little"), checksum_of(head)
-        if LENGTH_BYTES + length + sum(size for _, size, _ in entries) != nbytes:
-            raise damaged(path, f"a header of {length} bytes in {nbytes}, which do not leave what the manifest names")
-        for name, size, is_kept in [("", length, False), *entries]:
-            data = np.empty(size if is_kept else min(size, PIECE_BYTES), np.uint8)
+        if not actual == nbytes == LENGTH_BYTES + length + sum(sizes.values()) or length > LONGEST_TEXT:
+            raise damaged(path, f"{actual} bytes with a header of {length}, which the manifest does not name")
+        for key, size in {("",): length, **sizes}.items():
+            data = np.empty(size, np.uint8)
             for first in range(0, size, PIECE_BYTES):
-                part = data[first : first + PIECE_BYTES] if is_kept else data[: size - first]
-                if file.readinto(part.data) != part.size:  # type: ignore[attr-defined]
+                part = data[first : first + PIECE_BYTES]
+                if file.readinto(part.data) != part.size:
                     raise damaged(path, "a file that ends too early")
                 running_checksum.update(part)
                 moves_on()
-            if is_kept:
-                contents[name] = data
+            yield key, data
     if running_checksum.hexdigest() != checksum:
         raise damaged(path, "a file with another checksum than it was written with")
-    return contents
 
 
 def as_array(data: Array, dtype: str, shape: Sequence[int]) -> Array:
@@ -361,7 +352,7 @@ def loads(data: bytes, where: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise damaged(where, f"no JSON ({str(error)[:80]})") from error
+        raise damaged(where, f"no JSON ({error!s:.80})") from error
 
 
 def dumps(value: Any, where: str) -> bytes:
@@ -425,8 +416,7 @@ def is_shape(shape: Any, itemsize: int) -> bool:
     An axis of length 0 does not lift the limit for the other axes.
     """
     return (
-        isinstance(shape, (list, tuple))
-        and len(shape) <= MOST_AXES
+        len(shape) <= MOST_AXES
         and all(type(count) is int and 0 <= count <= MOST_BYTES for count in shape)
         and math.prod(max(count, 1) for count in shape) * itemsize <= MOST_BYTES
     )
@@ -438,8 +428,6 @@ def is_shape(shape: Any, itemsize: int) -> bool:
 NOT_PLAIN = object()
 #: Stands for an object that is not there; None is a value.
 ABSENT = object()
-#: The deepest nest of plain values.
-_DEEPEST = 100
 
 
 def to_json(value: Any) -> Any:
@@ -462,10 +450,10 @@ def _packed(value: Any, depth: int) -> Any:
         return {"complex": [value.real, value.imag]}
     if kind is bytes:
         return {"bytes": value.hex()}
-    if depth <= _DEEPEST and kind in (list, tuple):
+    if depth <= DEEPEST and kind in (list, tuple):
         items = [_packed(item, depth + 1) for item in value]
         return items if kind is list else {"tuple": items}
-    if depth <= _DEEPEST and kind is dict and all(type(key) in (str, int) for key in value):
+    if depth <= DEEPEST and kind is dict and all(type(key) in (str, int) for key in value):
         return {"dict": [[key, _packed(item, depth + 1)] for key, item in value.items()]}
     raise TypeError("not plain")
 
@@ -496,7 +484,6 @@ def from_json(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ random generators
 
 AnyGenerator: TypeAlias = np.random.Generator | np.random.RandomState
-GENERATORS = (np.random.Generator, np.random.RandomState)
 #: The largest values of numbers in states.  NumPy does not check positions before it reads memory at them.
 _LARGEST = {
     "pos": 624,  # of MT19937, among the words of its key
@@ -521,7 +508,9 @@ def set_state(generator: AnyGenerator, state: Any) -> None:
     Raises:
         ValueError, TypeError, LookupError, OverflowError: for an invalid state, or a state of another bit generator.
     """
-    _check(state)
+    numbers = {**state, **state["state"]}  # not of a tuple, which NumPy would take
+    for name, most in _LARGEST.items():
+        require(_is_count(numbers.get(name, 0), most), f"{name} in the state of a generator: not from 0 to {most}")
     if isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
@@ -535,7 +524,7 @@ def checked_state(generator: AnyGenerator, state: Any, times: int) -> Any:
         ValueError, TypeError, LookupError, OverflowError: as `set_state`.
         AttributeError: for a bit generator that has no other streams.
     """
-    require(isinstance(generator, GENERATORS), "no generator here")
+    require(isinstance(generator, AnyGenerator), "no generator here")
     set_state(copy.deepcopy(generator), state)
     if not times:
         return state
@@ -548,14 +537,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-
-
-def _check(state: Any) -> None:
-    """Raise ValueError for numbers that NumPy does not check."""
-    if not isinstance(state, dict):  # NumPy would take a tuple of the same numbers
-        raise ValueError(f"a state of type {type(state).__name__}")
-    for name, value in state.items():
-        if name in _LARGEST and not (type(value) is int and 0 <= value <= _LARGEST[name]):
-            raise ValueError(f"{name} in the state of a generator is no number from 0 to {_LARGEST[name]}")
-        if isinstance(value, dict):
-            _check(value)

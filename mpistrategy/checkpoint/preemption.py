@@ -13,14 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, NoneType, TracebackType
 from typing import Any, Self, TypeVar
 
 from mpistrategy import context
-from mpistrategy.checkpoint.checkpoint import Checkpoint, checked_path
-from mpistrategy.checkpoint.manager import CheckpointManager
+from mpistrategy.checkpoint.checkpoint import Checkpoint, CheckpointManager, checked_path
 from mpistrategy.errors import CheckpointError, ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -70,7 +68,7 @@ class TerminationConfig:
 
 
 def _signal(value: Any) -> signal.Signals:
-    known: dict[Any, signal.Signals] = {**signal.Signals.__members__, **{int(each): each for each in signal.Signals}}
+    known: dict[Any, signal.Signals] = {key: each for each in signal.Signals for key in (each.name, each)}
     number = known.get(value.upper() if isinstance(value, str) else value)
     if number in (None, signal.SIGKILL, signal.SIGSTOP):
         expected = 'the name of a signal that can be caught, such as "SIGUSR2"'
@@ -127,7 +125,7 @@ class PreemptionCheckpointHandler(Settable):
         name: str | None = None,
     ) -> None:
         config = TerminationConfig() if termination_config is None else termination_config
-        checked_type(_WHERE, "termination_config", config, TerminationConfig, "a TerminationConfig")
+        self._config = checked_type(_WHERE, "termination_config", config, TerminationConfig, "a TerminationConfig")
         saver: Any = checkpoint_or_checkpoint_manager
         if isinstance(saver, Checkpoint) and checkpoint_dir is not None:
             saver = CheckpointManager(saver, checked_path(checkpoint_dir, _WHERE, "checkpoint_dir"), keep=2)
@@ -138,7 +136,6 @@ class PreemptionCheckpointHandler(Settable):
                 expected="a CheckpointManager, or a Checkpoint and a checkpoint_dir",
             )
         self.checkpoint_manager = saver
-        self._config = config
         self._steps_between_votes = checked_count(_WHERE, "steps_between_votes", steps_between_votes)
         self._unchecked = 0
         self._strategy = self.checkpoint_manager.checkpoint.strategy
@@ -225,8 +222,6 @@ class PreemptionCheckpointHandler(Settable):
         self._process = 0
         if threading.current_thread() is threading.main_thread():
             self._give_back()
-        with suppress(ValueError):
-            self._guard.at_close.remove(self.close)
         self._guard.lower_flags()
 
     def __enter__(self) -> Self:
@@ -237,9 +232,6 @@ class PreemptionCheckpointHandler(Settable):
     ) -> None:
         if not isinstance(error, SystemExit):  # the process ends; ignored signals stay ignored
             self.close()
-
-    def __repr__(self) -> str:
-        return f"<{_WHERE} after {self._runs} steps, of {self.checkpoint_manager!r}>"
 
     # ------------------------------------------------------------------------------------------------- the signal
 
@@ -285,7 +277,8 @@ class PreemptionCheckpointHandler(Settable):
         with Call(self._guard, where, called=name) as call:
             call.agree("stop", options=f"after step {step}")
             now = time.monotonic()
-            notices = communicator.allgather_text(f"{self._notice[0]} {now - self._notice[1]}" if self._notice else "")
+            source, since = self._notice or ("", now)
+            notices = communicator.allgather_text(f"{source} on rank {communicator.rank} {now - since}" * bool(source))
         try:
             manager.wait(name=name)
         except CheckpointError as error:  # this state is saved all the same
@@ -294,8 +287,8 @@ class PreemptionCheckpointHandler(Settable):
         if manager.latest != step:
             manager.save(step, name=name)
         if communicator.rank == 0:
-            text = _in_words(step, notices, time.monotonic() - now, self._config.grace_period)
             sys.stdout.flush()
+            text = _in_words(step, notices, time.monotonic() - now, self._config.grace_period)
             print(f"{text}: {manager.path_of(step)}", file=sys.stderr, flush=True)
         self._notice = None
         self._guard.lower_flags()
@@ -313,9 +306,8 @@ class PreemptionCheckpointHandler(Settable):
 
 def _in_words(step: int, notices: Sequence[str], took: float, grace: float | None) -> str:
     """Return who was told to stop, and how long it took."""
-    signals = {rank: text.split() for rank, text in enumerate(notices) if text}
-    who = f"{' and '.join(sorted({source for source, _ in signals.values()}))} on rank {', '.join(map(str, signals))}"
-    seconds = max((float(ago) for _, ago in signals.values()), default=0.0) + took
+    told = [text.rpartition(" ") for text in notices if text]
+    seconds = max((float(ago) for *_, ago in told), default=0.0) + took
     within = f" of {grace:g} s" if grace is not None else ""
-    late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
-    return f"told to stop ({who}): saved step {step}, {seconds:.1f} s{within} after the signal{late}"
+    who = ", ".join(source for source, *_ in told)
+    return f"told to stop ({who}): saved step {step}, {seconds:.1f} s{within} after the signal"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import os
 import re
 import sys
@@ -35,17 +34,17 @@ from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint import files
 from mpistrategy.checkpoint.format import (
-    ALIGNMENT,
     LENGTH_BYTES,
     NAME,
     ONE,
-    OWN,
-    ROWS,
+    REPLACED,
     Manifest,
     by_width,
     dumps,
     is_checkpoint,
+    of_each_rank,
     pieces_of,
+    places,
     raw,
     shard_name,
     shares,
@@ -60,20 +59,20 @@ from mpistrategy.mpi.job.launcher import version
 from mpistrategy.objects.settings import NotPickled
 
 _WHERE = "Checkpoint.save"
-#: Names of the folder of checkpoint {}, while it is written and while it is replaced.
-SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
+#: The name of the folder of checkpoint {} while it is written, before a token.
+SAVING = ".{}.saving-"
 #: The name of a shard that is written: its number, size and checksum; and of the empty file of a rank that has failed.
 _DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.03
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
 _STALLED_SECONDS = 60.0
+
 #: A checkpoint gets one writer for so many bytes.
 BYTES_A_WRITER = 2**26
 #: The most writers of a node, and of the job if it has fewer nodes.  There are more where the ranks have too much
 #: per-rank data for one writer to gather.
 MOST_A_NODE, MOST_WRITERS = 8, 1024
-NOTHING = np.empty(0, np.uint8)
 
 
 class Saving(NotPickled):
@@ -107,26 +106,25 @@ class Saving(NotPickled):
         #: Whether this rank has written its shard; and whether its thread is done.
         self._written, self._done = threading.Event(), threading.Event()
         self._done.set()
-        #: The error in the thread of this rank; and the error that all ranks know and no call has raised.
+        #: The error in the thread of this rank; then the error that all ranks know and no call has raised.
         self._error: CheckpointError | None = None
-        self._failure: CheckpointError | None = None
         #: Whether all ranks know the outcome.
         self._is_known = False
 
     # ------------------------------------------------------------------------------------------- the steps
 
-    def _begin(self, state: State, call: Call, *, wait: bool) -> dict[str, int]:
-        """Do step 1, start the threads, and with `wait`, wait for them; return `State.by_name`.
+    def _begin(self, state: State, call: Call, *, wait: bool) -> None:
+        """Do step 1, start the threads, and with `wait`, wait for them.
 
         Collective; the caller abandons it on errors.
         """
-        digests = state.digests()
+        state.take_digests()
         if self._communicator.rank == 0:
             with files.writing(call.where, self.path):
                 self._make_folder(call.where)
         call.agree("make a folder")
         self._folder = self._communicator.allgather_text(self._folder)[0]
-        state.decide(digests, self._communicator)
+        state.decide()
         self._writers, own, pieces = collect(state, self._communicator, call)
         manifest = Manifest(self._communicator.size, [], state.items, own, state.strategy.layout(), version())
         if pieces and not files.is_folder(self._folder):
@@ -153,15 +151,13 @@ class Saving(NotPickled):
         else:
             atexit.register(self._end_of_program)
             before_abort.append(self._end_of_program)
-        return state.by_name(digests)
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
         files.make_folders(parent)
         self._check_place(where)
         # Folders of jobs that have ended: nobody holds their locks.
-        locked = files.sweep(parent, re.compile(re.escape(SAVING.format(name)) + files.TOKEN))
-        if locked:
+        if locked := files.sweep(parent, re.compile(re.escape(SAVING.format(name)) + files.TOKEN)):
             raise CheckpointExistsError.at(
                 where,
                 found=f"{locked!r}: another save to {self.path!r} has begun and not ended",
@@ -192,23 +188,19 @@ class Saving(NotPickled):
     def _work(self, pieces: list[Any], manifest: Manifest) -> None:
         """Write this rank's shard; on rank 0, complete the checkpoint when all are there.  Errors wait for `_join`."""
         rank = self._communicator.rank
-        number = self._writers.index(rank)
-        path = os.path.join(self._folder, shard_name(number))
+        path = os.path.join(self._folder, shard_name(self._writers.index(rank)))
         try:
-            with interval("span", "write a checkpoint"), files.writing(_WHERE, path):
-                name = _DONE.format(number, *files.write(path, pieces))
-                files.change(os.rename, path, os.path.join(self._folder, name))
-            pieces.clear()
-            self._written.set()
-            if rank == 0:
-                with files.writing(_WHERE, self.path):
+            with files.writing(_WHERE, path):
+                with interval("span", "write a checkpoint"):
+                    name = _DONE.format(self._writers.index(rank), *files.write(path, pieces))
+                    files.change(os.rename, path, os.path.join(self._folder, name))
+                pieces.clear()
+                self._written.set()
+                if rank == 0:
                     self._complete(manifest)
-        except BaseException as error:
-            unexpected = CheckpointWriteError.at(
-                _WHERE, found=f"{type(error).__name__}: {error}", expected="memory and time to write"
-            )
+        except CheckpointError as error:
             if rank == 0 or os.path.lexists(self._folder):  # else rank 0 has removed it, and says why
-                self._error = error if isinstance(error, CheckpointError) else unexpected
+                self._error = error
                 with contextlib.suppress(OSError):
                     files.write(os.path.join(self._folder, f"{_FAILED}{rank}"), [])
             self._remove()
@@ -216,24 +208,6 @@ class Saving(NotPickled):
             pieces.clear()  # also what an error's traceback would hold
             self._written.set()
             self._done.set()
-
-    def _marks(self) -> list[str]:
-        """Wait until all shards are written; return their names, in order, none after a failure.
-
-        Raises:
-            CheckpointWriteError: when nothing has moved in the folder for as long as a collective may wait.
-        """
-        for names in self._looks(self._communicator.guard.timeout):
-            if self.has_failed or any(name.startswith(_FAILED) for name in names):
-                return []
-            marks = sorted(name for name in names if name.startswith(_DONE[:5]))
-            if len(marks) == len(self._writers):
-                return marks
-        raise CheckpointWriteError.at(
-            _WHERE,
-            found=f"shards that are missing, and nothing that moves in {self._folder!r}",
-            expected="ranks that write their shards",
-        )
 
     def _looks(self, seconds: float) -> Iterator[list[str]]:
         """Yield the names in the folder, again and again, until no file in it has grown or moved for so many seconds.
@@ -268,8 +242,9 @@ class Saving(NotPickled):
         if not os.path.lexists(self._folder):
             self._done.wait()
         if self._error is not None:
-            rank, reason = self._communicator.rank, self._error.found
-            sys.stderr.write(f"[rank {rank}] the checkpoint {self.path!r} was not saved: {reason}\n")
+            sys.stderr.write(
+                f"[rank {self._communicator.rank}] the checkpoint {self.path!r} was not saved: {self._error.found}\n"
+            )
 
     # ------------------------------------------------------------------------------------------- what ranks wait for
 
@@ -304,11 +279,10 @@ class Saving(NotPickled):
                 with Call(self._communicator.guard, where, called=name) as call:
                     self._join(call)
             except CheckpointError as error:  # on all ranks; after other errors the threads go on
-                self._failure = error
+                self._error = error
                 self._abandon()
-        failure = self._failure
-        if raises and failure is not None:
-            self._failure = None
+        if raises and self._error is not None:
+            failure, self._error = self._error, None
             rank = self._communicator.rank if failure.rank is None else failure.rank
             name, text = os.path.basename(self.path), failure.found or str(failure)
             raise type(failure).at(
@@ -331,17 +305,30 @@ class Saving(NotPickled):
     # ------------------------------------------------------------------------------------------- completing it
 
     def _complete(self, manifest: Manifest) -> None:
-        """Wait for the shards, write the manifest and put the checkpoint in its place; on rank 0."""
+        """Wait for the shards, write the manifest and put the checkpoint in its place; on rank 0.
+
+        Raises:
+            CheckpointWriteError: when nothing has moved in the folder for as long as a collective may wait.
+        """
+        for names in self._looks(self._communicator.guard.timeout):
+            if self.has_failed or any(name.startswith(_FAILED) for name in names):
+                self._remove()
+                return
+            marks = sorted(name for name in names if name.startswith(_DONE[:5]))
+            if len(marks) == len(self._writers):
+                break
+        else:
+            raise CheckpointWriteError.at(
+                _WHERE,
+                found=f"shards that are missing, and nothing that moves in {self._folder!r}",
+                expected="ranks that write their shards",
+            )
         shards: list[tuple[int, str]] = []
-        for number, mark in enumerate(self._marks()):
+        for number, mark in enumerate(marks):
             _, _, nbytes, checksum = mark.split("-")
             shards.append((int(nbytes), checksum))
             files.change(os.rename, *(os.path.join(self._folder, name) for name in (mark, shard_name(number))))
-        if not shards:
-            self._remove()
-            return
-        text = dataclasses.replace(manifest, shards=shards).text(_WHERE)
-        files.write(os.path.join(self._folder, NAME), [text])
+        files.write(os.path.join(self._folder, NAME), [manifest._replace(shards=shards).text(_WHERE)])
         files.sync(self._folder)
         parent, name = os.path.split(self.path)
         old, replaces = os.path.join(parent, REPLACED.format(name)), self._check_place(_WHERE)
@@ -392,8 +379,7 @@ class Saving(NotPickled):
             self._lock.close()
 
     def __repr__(self) -> str:
-        how = "committed" if self.is_committed else "failed" if self.has_failed else "not committed yet"
-        return f"<Saving {self.path!r}, {how}>"
+        return f"<Saving {self.path!r}, is_committed={self.is_committed}, has_failed={self.has_failed}>"
 
 
 # ------------------------------------------------------------------------------------------- who writes what
@@ -406,40 +392,7 @@ def count_of_writers(node_of: Sequence[int], nbytes: int, own_bytes: int) -> int
     return max(1, min(-(-nbytes // BYTES_A_WRITER), most, len(node_of)))
 
 
-def places(node_of: Sequence[int], count: int, ranks: int) -> tuple[list[int], Array]:
-    """Return the rank that writes or reads each of so many shards, and the shard of each rank's data.
-
-    Args:
-        node_of: the nodes of the ranks.  Those that write or read are spread over the nodes; the first is rank 0.
-        count: how many shards there are.
-        ranks: how many ranks have data.
-    """
-    by_node, size = np.argsort(node_of, kind="stable"), len(node_of)
-    chosen = np.sort(by_node[np.arange(count) * max(size, count) // count % size])
-    return chosen.tolist(), (np.arange(1, ranks + 1) * count - 1) // ranks
-
-
-def exchange(ranks: Ranks, outgoing: Sequence[Sequence[Array]], step: str, call: Call) -> list[Array]:
-    """Send bytes to each rank, in pieces; return the bytes that each rank has sent.  Collective.
-
-    Args:
-        ranks: the ranks.
-        outgoing: the pieces, by rank.
-        step: the step of the call, in words.
-        call: has agreed, and agrees once more: a rank may have no memory for its part.
-    """
-    sent = np.array([sum(piece.size for piece in pieces) for pieces in outgoing], np.int64)
-    counts = np.empty_like(sent)
-    ranks.alltoall(sent, counts)
-    call.expect_more()
-    data = np.concatenate([NOTHING, *(piece for pieces in outgoing for piece in pieces)])
-    received = np.empty(int(counts.sum()), np.uint8)
-    call.agree(step)
-    ranks.alltoallv(data, sent.tolist(), received, counts.tolist())
-    return np.split(received, np.cumsum(counts)[:-1])
-
-
-def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[int], list[Any]]:
+def collect(state: State, ranks: Ranks, call: Call) -> tuple[list[int], list[int], list[Any]]:
     """Return the writers, `Manifest.own`, and the bytes of the shard that this rank writes, none if it writes none.
 
     Collective.  The ranks have agreed on the items that are saved once.  They expect one more agreement: a rank that
@@ -448,44 +401,39 @@ def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], l
     Raises:
         OptionError: on every rank, for more plain values of a rank than `restore` accepts.
     """
-    me, size, items = communicator.rank, communicator.size, state.items
     call.expect_more()
-    block = _own(state, call.where)
+    block = _own(state, ranks.rank, call.where)
     call.agree("take what each rank has")
-    sizes = np.empty(size, np.int64)
-    communicator.allgatherv(np.array([sum(piece.size for piece in block)], np.int64), [1] * size, sizes)
-    once = sum(state.arrays[path].nbytes for path, item in items.items() if item.is_array and item.copies == ONE)
-    own, own_bytes = sizes.tolist() if block else [], int(sizes.sum())
-    count = count_of_writers(communicator.node_of, once + own_bytes, own_bytes)
-    writers, shard_of = places(communicator.node_of, count, size)
-    blocks: list[Sequence[Array]] = [block if rank == me else () for rank in range(size)]
-    if block and count < size:
-        outgoing: list[list[Array]] = [[] for _ in range(size)]
-        outgoing[writers[shard_of[me]]] = block
-        received = exchange(communicator, outgoing, "gather what each rank has", call)
-        blocks = [[data] if data.size else () for data in received]
+    nbytes = sum(array.nbytes for array in block.values())
+    sizes = [*map(int, ranks.allgather_text(str(nbytes)))]
+    once = sum(item.nbytes for item in state.items.values() if item.dtype and item.copies == ONE)
+    count = count_of_writers(ranks.node_of, once + sum(sizes), sum(sizes))
+    writers, shard_of = places(ranks.node_of, count, ranks.size)
     call.expect_more()
-    if me not in writers:
-        return writers, own, []
-    contents = {f"_rank {rank}": pieces for rank, pieces in enumerate(blocks) if pieces}
-    for path, (begin, stop) in shares(items, count)[writers.index(me)].items():
-        array = state.arrays[path]
-        is_whole = stop - begin == items[path].elements
-        contents[path] = [host_array(array if is_whole else array.reshape(-1)[begin:stop])]
-    return writers, own, pieces_of(contents)
+    contents = {**block}
+    if block and count < ranks.size:
+        counts = [0] * ranks.size
+        counts[writers[shard_of[ranks.rank]]] = nbytes
+        received, taken = ranks.exchange(call, np.concatenate([*map(raw, block.values())]), counts)
+        call.expect_more()
+        blocks = np.split(received, np.cumsum(taken)[:-1])
+        contents = {f"_rank {rank}": data for rank, data in enumerate(blocks) if data.size}
+    for path, parts in shares(state.items, count).items():
+        for number, begin, stop in parts:
+            if writers[number] == ranks.rank:
+                array, is_whole = state.arrays[path], len(parts) == 1
+                name = path if is_whole else f"_part {begin}:{stop} of {path}"
+                contents[name] = host_array(array if is_whole else array.reshape(-1)[begin:stop])
+    return writers, sizes if block else [], pieces_of(contents) if ranks.rank in writers else []
 
 
-def _own(state: State, where: str) -> list[Array]:
-    """Return the bytes of this rank's data, in pieces; nothing if no rank has any."""
-    items = {path: item for path, item in state.items.items() if item.is_of_each_rank}
+def _own(state: State, rank: int, where: str) -> dict[str, Array]:
+    """Return the data of this rank; nothing if no rank has any."""
+    items = of_each_rank(state.items)
     if not items:
-        return []
-    values = {
-        path: state.arrays[path].shape if item.is_array else state.values[path]
-        for path, item in items.items()
-        if item.copies in (OWN, ROWS)
-    }
-    pieces = [raw(host_array(state.arrays[path])) for path in by_width(items)]
+        return {}
+    values = {path: state.arrays[path].shape if items[path].dtype else state.values[path] for path in items}
+    arrays = {f"_rank {rank} {path}": host_array(state.arrays[path]) for path in by_width(items)}
     line = dumps(values, where)
-    line += b" " * (-(len(line) + LENGTH_BYTES + sum(piece.size for piece in pieces)) % ALIGNMENT)
-    return [*pieces, np.frombuffer(line + len(line).to_bytes(LENGTH_BYTES, "little"), np.uint8)]
+    line += len(line).to_bytes(LENGTH_BYTES, "little")
+    return {**arrays, f"_rank {rank}": np.frombuffer(line, np.uint8)}

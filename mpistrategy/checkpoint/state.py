@@ -9,34 +9,52 @@ The ranks compare their arrays, numbers and generators.  Equal items are saved o
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, is_foreign, is_on_device, library_of
+from mpistrategy.arrays.convert import (
+    as_target,
+    as_tensor,
+    hand_back,
+    host_array,
+    is_foreign,
+    is_on_device,
+    library_of,
+    like_given,
+    on_device_of,
+    placed_as,
+)
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.format import (
+    ABSENT,
     ARRAYS,
+    COMBINED,
     DEEPEST,
-    GENERATORS,
     NOT_PLAIN,
     ONE,
     OWN,
     ROWS,
+    AnyGenerator,
     Item,
+    checked_state,
+    dtype_of,
     dtype_text,
+    from_json,
+    require,
+    set_state,
     state_of,
     to_json,
 )
-from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
-from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.checkpoint.restoring import Reading, fetched
+from mpistrategy.errors import CheckpointMismatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.objects.kept import Kept, Leaf, is_stateful
 from mpistrategy.objects.other_names import NamesOurs
-from mpistrategy.objects.text import encoded
+from mpistrategy.objects.text import encoded, printable
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable
@@ -52,9 +70,15 @@ UNDECIDED = "?"
 REPLACEABLE = frozenset({"plain", "dict", "list", "tuple"}) | ARRAYS
 #: The kinds of objects that tell their own state.
 KEPT = frozenset({"optimizer", "accumulator", "streams", "iterator"})
+#: Below these kinds, arrays and values come from the checkpoint, whatever the program has.
+_FREE = KEPT | {"object"}
 DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict, Counter)
 #: None and empty containers, as JSON.
 _EMPTY: tuple[Any, ...] = (None, "", [], {"tuple": []}, {"dict": []})
+#: Stands for an item that is not there.
+_NONE = Item("")
+#: The longest text about one problem, and how many problems are shown.
+_LONGEST, _MOST_PROBLEMS = 1000, 10
 
 
 class Rows(NamesOurs):
@@ -133,12 +157,14 @@ class State:
         where: the public name, for errors.
 
     Attributes:
-        strategy, where: as given.
+        objects, strategy, where: as given.
         items: the table.
         live: the object at each path.
         arrays: this rank's arrays, not copied.
         values: this rank's values, as JSON.
-        firsts: of variables, the numbers that fill them if a checkpoint does not have them.
+        kept: the objects of this package that tell their states, with their paths.
+        firsts: of leaves, the numbers that fill variables if a checkpoint does not have them, or None.
+        digests: of the items that may be equal on all ranks; empty before `take_digests`.
 
     Raises:
         OptionTypeError: for an object of unknown kind; names the path.
@@ -146,36 +172,36 @@ class State:
         LeafError: for arrays without data; names the path.
     """
 
-    def __init__(self, objects: Mapping[str, Any], strategy: Strategy, where: str) -> None:
+    def __init__(self, objects: dict[str, Any], strategy: Strategy, where: str) -> None:
+        self.objects = objects
         self.strategy = strategy
         self.where = where
         self.items: dict[str, Item] = {}
         self.live: dict[str, Any] = {}
         self.arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
-        self.firsts: dict[str, float] = {}
+        self.firsts: dict[str, float | None] = {}
+        self.digests: dict[str, int] = {}
         self._paths: dict[int, str] = {}
-        owners: list[tuple[str, Kept]] = []
+        self.kept: list[tuple[str, Kept]] = []
         for name, value in objects.items():
-            self._add(name, value, owners)
-        for path, owner in owners:  # last: their states name paths of variables
+            self._add(name, value)
+        for path, owner in self.kept:  # last: their states name paths of variables
             state = owner._state(lambda var: self._paths.get(id(var)))
             if state is None:
                 raise self._unknown(path, owner)
-            self._add_all(path, owner._kept_as, state, owners)
+            self._add_all(path, owner._kept_as, state)
 
-    def _add(self, path: str, value: Any, owners: list[tuple[str, Kept]]) -> None:
-        """Enter an object and its children; note an object with a state of its own in `owners`."""
+    def _add(self, path: str, value: Any) -> None:
+        """Enter an object and its children; only note an object of this package that tells its state."""
         depth, copies = path.count("/"), UNDECIDED
         if depth > DEEPEST:
             raise OptionError.at(self.where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
         if isinstance(value, Leaf):
-            copies = value.copies or UNDECIDED
-            if value.first is not None:
-                self.firsts[path] = value.first
+            copies, self.firsts[path] = value.copies or UNDECIDED, value.first
             value = value.value
         self.live[path] = value
-        is_generator = isinstance(value, GENERATORS)
+        is_generator = isinstance(value, AnyGenerator)
         plain = to_json(state_of(value) if is_generator else value)
         if plain is not NOT_PLAIN:
             self.items[path] = Item("rng" if is_generator else "plain", copies)
@@ -187,39 +213,34 @@ class State:
             self._add_array(path, ROWS, ROWS, host_array(value.value))
         elif isinstance(value, Kept):
             self.items[path] = Item(value._kept_as)  # its place in the table
-            owners.append((path, value))
-        elif type(value) in DICTS:
-            if not all(type(key) in (str, int) for key in value) or len(set(map(str, value))) < len(value):
-                problem = f"the keys {[*value]!r:.80} of {path!r}"
-                raise OptionTypeError.at(self.where, found=problem, expected="strings or ints, all different")
-            self._add_all(path, "dict", value, owners)
-        elif type(value) is list or is_tuple(value):
-            self._add_all(path, "list" if type(value) is list else "tuple", value, owners)
+            self.kept.append((path, value))
+        elif kind := container_of(value):
+            self._add_all(path, kind, value if kind == "dict" else dict(enumerate(value)))
         elif is_array(value):
             kind = "scalar" if isinstance(value, np.generic) else "array"
-            kind = "tensor" if library_of(value) == "torch" and is_foreign(value) else kind
+            kind = "tensor" if library_of(value) == "torch" else kind
             self._add_array(path, kind, copies, host_array(value, "Checkpoint.save", path))
         elif is_stateful(value):
             kind = "module" if callable(getattr(value, "named_parameters", None)) else "object"
-            self._add_all(path, kind, {"state": value.state_dict()}, owners)
+            self._add_all(path, kind, {"state": value.state_dict()})
         elif members := members_of(value):
-            self._add_all(path, "variables", members, owners)
+            self._add_all(path, "variables", dict(enumerate(members)))
         else:
             raise self._unknown(path, value)
 
-    def _add_all(
-        self, path: str, kind: str, children: Mapping[Any, Any] | Sequence[Any], owners: list[tuple[str, Kept]]
-    ) -> None:
+    def _add_all(self, path: str, kind: str, children: Mapping[Any, Any]) -> None:
         """Enter an object that only holds other objects."""
-        self.items[path] = Item(kind, keys=[*children] if isinstance(children, Mapping) else None)
-        for key, child in children.items() if isinstance(children, Mapping) else enumerate(children):
-            name = str(key).replace("~", "~0").replace("/", "~1")  # a path has no other slashes
-            self._add(f"{path}/{name}", child, owners)
+        self.items[path] = Item(kind, keys=[*children])
+        for key, child in children.items():
+            below = _below(path, key)
+            if type(key) not in (str, int) or below in self.items:
+                found = f"the key {key!r:.80} of {path!r}"
+                raise OptionTypeError.at(self.where, found=found, expected="strings or ints, all different")
+            self._add(below, child)
 
     def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
-        dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
         shape = (0, *array.shape[1:]) if copies == ROWS else array.shape
-        self.items[path] = Item(kind, copies, dtype, shape)
+        self.items[path] = Item(kind, copies, dtype_text(array.dtype, f"{self.where}: {path!r}"), shape)
         self.arrays[path] = array
 
     def _unknown(self, path: str, value: Any) -> OptionTypeError:
@@ -245,42 +266,40 @@ class State:
 
     # ------------------------------------------------------------------------------------------- what is kept once
 
-    def digests(self) -> dict[str, int]:
-        """Return a digest of each item that may be equal on all ranks."""
-        return {path: self._digest(path) for path, item in self.items.items() if item.copies == UNDECIDED}
+    def take_digests(self) -> None:
+        """Take a digest of each item that may be equal on all ranks."""
+        for path, item in self.items.items():
+            if item.copies == UNDECIDED and item.dtype:
+                array = self.arrays[path]
+                self.digests[path] = digest(np.array([digest(host_array(array)), *array.shape], np.uint64))
+            elif item.copies == UNDECIDED:
+                self.digests[path] = digest(np.frombuffer(encoded(repr(self.values[path])), np.uint8))
 
-    def decide(self, digests: Mapping[str, int], communicator: Ranks) -> None:
+    def decide(self) -> None:
         """Decide which of these items are saved once.  Collective."""
-        numbers = np.array([*digests.values()], np.uint64)
-        greatest = np.concatenate([numbers, ~numbers])
-        if digests:
-            communicator.allreduce(greatest, "MAX")
-        first, second = np.split(greatest, 2)
-        for path, is_equal in zip(digests, (first == ~second).tolist(), strict=True):  # then the least is the greatest
+        least = np.array([*self.digests.values()], np.uint64)
+        greatest = least.copy()
+        self.strategy.extended.communicator.allreduce(least, "MIN")
+        self.strategy.extended.communicator.allreduce(greatest, "MAX")
+        for path, is_equal in zip(self.digests, (least == greatest).tolist(), strict=True):
             values = (self.values[path],) if is_equal and path in self.values else ()
-            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if is_equal else OWN, values=values)
+            self.items[path] = self.items[path]._replace(copies=ONE if is_equal else OWN, values=values)
 
-    def by_name(self, digests: Mapping[str, int]) -> dict[str, int]:
-        """Return a digest of each object of arrays and values, or of JAX's arrays, that is equal on all ranks.
+    def by_name(self) -> dict[str, list[Any]]:
+        """Return, for each object, what is equal in the next save if the program may have replaced the object by then.
 
-        Objects that change in place, and objects without data, are left out.  All ranks return the same dict.
+        That are digests of arrays and values, and of JAX's arrays, if they are equal on all ranks.  Objects without
+        data are left out.  All ranks return the same digests.
         """
-        found: dict[str, list[int]] = defaultdict(list)
+        found = defaultdict[str, list[Any]](list)
         of_jax = {path.partition("/")[0] for path, live in self.live.items() if library_of(live) == "jax"}
-        others = set[str]()
         for path, item in self.items.items():
             name = path.partition("/")[0]
             if item.copies == OWN or item.kind not in (REPLACEABLE | {"object"} if name in of_jax else REPLACEABLE):
-                others.add(name)
-            elif self.arrays[path].size if path in self.arrays else self.values.get(path) not in _EMPTY:
-                found[name].append(digests.get(path, 0))
-        return {name: _summary(numbers) for name, numbers in found.items() if name not in others}
-
-    def _digest(self, path: str) -> int:
-        array = self.arrays.get(path)
-        if array is None:
-            return digest(np.frombuffer(encoded(repr(self.values[path])), np.uint8))
-        return _summary([digest(host_array(array)), *array.shape])
+                found[name].append(object())  # which equals nothing else
+            elif self.arrays[path].size if item.dtype else self.values.get(path, []) not in _EMPTY:
+                found[name].append(self.digests.get(path, 0))
+        return found
 
     def structure(self) -> str:
         """Return the structure, which must be equal on all ranks, in words that show a difference.
@@ -289,16 +308,253 @@ class State:
         """
         lines = []
         for path, item in self.items.items():
-            live, shape = self.live[path], "[any shape]" if item.copies in (UNDECIDED, OWN) else list(item.shape)
+            live, shape = self.live[path], "[any shape]" if item.copies in (UNDECIDED, OWN) else item.shape
             is_shared = isinstance(live, Variable) and not live.strategy.extended._reducer.is_alone
             who = f" is {live._key}" if is_shared else ""
-            lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.keys or ''}")
+            lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.keys}")
         return "; ".join(lines)
 
 
-def is_tuple(value: object) -> bool:
-    """Return whether a value is a tuple, named or not, and of no other derived class."""
-    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
+class Comparison:
+    """Compares a checkpoint with these objects, path by path; alike on all ranks but for per-rank data.
+
+    Args:
+        source: the checkpoint.
+        state: the objects.
+        partial: restore the objects that are on both sides, and leave the others.
+
+    Attributes:
+        one_sided: the names that are on one side only.
+    """
+
+    def __init__(self, source: Reading, state: State, partial: bool) -> None:
+        self._source, self._state, self._is_partial = source, state, partial
+        self.one_sided: list[str] = sorted({*source.manifest.names} ^ {*state.objects})
+        #: What is restored, with the shapes that this rank gets; of rows, without their number.
+        self._items: dict[str, Item] = {}
+        #: The arrays that have come and go into no variable, by path.
+        self._arrays: dict[str, Array] = {}
+        #: The kind of the object at each path or nearest above that tells its own state.
+        self._inside: dict[str, str] = {"": ""}
+        for path, item in source.manifest.items.items():
+            if path.partition("/")[0] in state.objects:
+                is_own = item.copies == OWN and path in source.own.arrays
+                self._items[path] = item._replace(shape=source.own.arrays[path].shape) if is_own else item
+                above = self._inside[path.rpartition("/")[0]]
+                self._inside[path] = item.kind if item.kind in _FREE | {"module"} else above
+
+    # ------------------------------------------------------------------------------------------- what does not fit
+
+    def compare(self, where: str) -> None:
+        """Raise CheckpointMismatchError, with a list, for what does not fit."""
+        problems = [printable(line, "")[:_LONGEST] for line in islice(self._problems(), _MOST_PROBLEMS + 1)]
+        if problems:
+            problems[_MOST_PROBLEMS:] = ["and more"] * (len(problems) > _MOST_PROBLEMS)
+            raise CheckpointMismatchError.at(
+                where,
+                found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
+                expected="the same names, kinds, dtypes and shapes",
+                fix="\n  ".join(["Nothing has changed. These do not fit (partial=True leaves names out):", *problems]),
+            )
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what does not fit; the text may come from a checkpoint."""
+        saved, missing = self._source.manifest.items, [] if self._is_partial else self.one_sided
+        yield from (f"{name}: {saved[name].kind} in the checkpoint, nothing here" for name in missing if name in saved)
+        for path, own_item in self._state.items.items():
+            inside = self._inside.setdefault(path, self._inside[path.rpartition("/")[0]])
+            is_made = own_item.kind in REPLACEABLE and inside != "module"
+            is_free = inside == "object" or is_made or self._state.firsts.get(path) is not None
+            is_left = path not in self._items and path.partition("/")[0] in self._items and not is_free
+            if is_left or path in missing:
+                yield f"{path}: {self._in_words(path)} here, nothing in the checkpoint"
+        for path, item in self._items.items():
+            try:
+                trouble = self._trouble(path, item)
+            except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+                trouble = f"{type(error).__name__}: {error}"
+            if trouble:
+                yield f"{path}: {trouble}"
+
+    def _trouble(self, path: str, item: Item) -> str:
+        """Return why an item does not fit the program's object; "" if it does."""
+        value, kind = self._target(path, item), item.kind
+        if item.copies == OWN and not self._source.same_ranks and kind != "rng":
+            return (
+                f"each of the {self._source.manifest.ranks} ranks that saved had a {kind} of its own; "
+                f"now there are {self._source.ranks.size}; "
+                "save rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that "
+                "aggregation, or make it equal on all ranks"
+            )
+        if not self._fits(path, item, value):
+            shape = f" {item.dtype}{list(item.shape)}" if item.dtype else ""
+            how = f" with aggregation {item.copies}" if item.copies in COMBINED else ""
+            return f"{kind}{shape}{how} in the checkpoint, {self._in_words(path)} here"
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            return "a read-only array here"
+        self._content(path, item)  # raises for what no save wrote
+        return value._check(self._zero_state(path), self._state.live.get) if kind in KEPT else ""
+
+    def _fits(self, path: str, item: Item, value: Any) -> bool:
+        """Return whether there is an object of this kind, dtype and shape, or a replaceable object."""
+        here, kind = self._state.items.get(path, _NONE).kind, item.kind
+        if value is ABSENT:
+            if kind == "variable":  # an optimizer has looked at those that it will make
+                return self._inside[path] == "optimizer"
+            is_alike = not here or (kind == ROWS) == (here == ROWS)
+            return kind in REPLACEABLE | {ROWS} and is_alike and self._inside[path] != "module"
+        if kind in ("variable", ROWS) or _is_in_place(value):
+            return (here == kind or kind in ARRAYS) and self._has_layout(path, item)
+        if kind in ARRAYS | {"plain"}:
+            return here in REPLACEABLE
+        if kind in ("dict", "list", "tuple"):  # a named tuple has as many fields
+            return container_of(value) == kind and len(getattr(value, "_fields", item.keys)) == len(item.keys)
+        return here == kind
+
+    def _has_layout(self, path: str, item: Item) -> bool:
+        """Return whether the array here has this dtype and shape; and whether its copies are combined, if these are."""
+        own_item = self._state.items.get(path, _NONE)
+        is_split = item.copies in COMBINED and own_item.copies == UNDECIDED
+        return not is_split and (own_item.dtype, own_item.shape) == (item.dtype, item.shape)
+
+    def _in_words(self, path: str) -> str:
+        """Return the program's object at a path, in words."""
+        own_item = self._state.items.get(path, _NONE)
+        if own_item.dtype:
+            return f"{own_item.kind} {own_item.dtype}{list(own_item.shape)}"
+        return f"a {type(self._state.live[path]).__name__}" if own_item.kind else "nothing"
+
+    # ------------------------------------------------------------------------------------------- objects and values
+
+    def _target(self, path: str, item: Item) -> Any:
+        """Return the object at a path that an item goes into; `ABSENT` if the item makes a new object."""
+        is_new = item.kind in REPLACEABLE | {ROWS} and self._inside[path] in _FREE
+        return ABSENT if is_new else self._state.live.get(path, ABSENT)
+
+    def _content(self, path: str, item: Item) -> Any:
+        """Return what a checkpoint has for this rank, without arrays: the paths below by key, or a value or state.
+
+        The value is another rank's if this rank did not save; its generator then gets a new stream.
+
+        Raises:
+            ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError: for what no save wrote.
+        """
+        if item.kind not in ("plain", "rng"):
+            children = {key: _below(path, key) for key in item.keys}
+            has_state = "state" in children or item.kind not in ("module", "object")
+            require(has_state and {*children.values()} <= self._items.keys(), "items")
+            return children
+        value = from_json(item.values[0] if item.copies == ONE else self._source.own.values[path])
+        times = 0 if item.copies == ONE else self._source.ranks.rank // self._source.manifest.ranks
+        return checked_state(self._state.live[path], value, times) if item.kind == "rng" else value
+
+    def _zero_state(self, path: str) -> Any:
+        """Return the saved state of an object of this package, with zeros in its arrays."""
+        item = self._items[path]
+        if item.dtype:
+            return np.broadcast_to(np.zeros((), dtype_of(item.dtype)), item.shape)
+        content = self._content(path, item)
+        if item.kind in ("plain", "rng"):
+            return content
+        children = {key: self._zero_state(inner) for key, inner in content.items()}
+        return [*children.values()] if item.kind == "list" else children
+
+    # ------------------------------------------------------------------------------------------- restoring
+
+    def fetch(self) -> None:
+        """Make the missing variables, and write arrays into variables; keep the other arrays for objects.  Collective.
+
+        Variables of optimizers that the checkpoint does not have get their first values.
+        """
+        state = self._state
+        for path, value in state.kept:
+            if path in self._items:
+                value._prepare(self._zero_state(path), state.live.get, state.strategy)
+        state = self._state = State(state.objects, state.strategy, state.where)
+        for path, item in self._items.items():
+            live = state.live.get(path)
+            if item.kind == "variable" and isinstance(live, Variable) and self._has_layout(path, item):
+                store(live, fetched(self._source, path, state.items[path].copies))
+            elif item.dtype:
+                self._arrays[path] = fetched(self._source, path, item.copies)
+        for path, first in state.firsts.items():
+            if first is not None and path not in self._items and path.partition("/")[0] in self._items:
+                store(state.live[path], np.full(state.items[path].shape, first, state.live[path].dtype))
+
+    def restored(self, path: str) -> Any:
+        """Return the restored object at a path: the program's object, changed in place if possible."""
+        item = self._items[path]
+        value, live, kind = self._target(path, item), self._state.live.get(path, ABSENT), item.kind
+        if kind == "variable":
+            return live
+        if item.dtype:
+            return self._restored_array(self._arrays.pop(path), item, value, live)
+        content = self._content(path, item)
+        if kind == "plain":
+            return _in_place(content, value)
+        if kind == "rng":
+            set_state(live, content)
+            return live
+        children = {key: self.restored(inner) for key, inner in content.items()}
+        if kind == "dict":
+            return _in_place(children, live.copy() if value is ABSENT and type(live) in DICTS else value)
+        if kind == "list":
+            return _in_place([*children.values()], value)
+        if kind == "tuple":
+            return getattr(type(live), "_make", tuple)(children.values())
+        if kind in ("module", "object"):
+            live.load_state_dict(children["state"])
+        elif kind in KEPT:
+            live._load(children)
+        return live
+
+    def _restored_array(self, array: Array, item: Item, value: Any, live: Any) -> Any:
+        if item.kind == ROWS:
+            rows = value if isinstance(value, Rows) else Rows(array)
+            rows.value = like_given(array, live.value) if isinstance(live, Rows) else array
+            return rows
+        if _is_in_place(value) and library_of(value) != "jax":
+            target = as_target(value, "Checkpoint.restore", "an array")
+            target[...] = placed_as(array, target)
+            hand_back(target, value)
+            return value
+        if _is_in_place(live):
+            return like_given(array, live)
+        if item.kind == "tensor":
+            return as_tensor(array)
+        return array[()] if item.kind == "scalar" else array
+
+
+def _is_in_place(value: Any) -> bool:
+    """Return whether a value is an array that can be written in place."""
+    return is_array(value) and not isinstance(value, np.generic)
+
+
+def _in_place(value: Any, container: Any) -> Any:
+    """Return the container with the contents of a value, if both are lists or both are dicts; else the value."""
+    if type(container) is list and type(value) is list:
+        container[:] = value
+        return container
+    if type(container) in DICTS and type(value) is dict:
+        container.clear()
+        container.update(value)
+        return container
+    return value
+
+
+# ------------------------------------------------------------------------------------------- kinds of objects
+
+
+def _below(path: str, key: Any) -> str:
+    """Return the path of what an object at a path has under a key."""
+    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"  # a path has no other slashes
+
+
+def container_of(value: object) -> str:
+    """Return the kind of a dict, list or tuple, named or not; "" for others, and for other derived classes."""
+    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
+        return "tuple"
+    return "dict" if type(value) in DICTS else "list" if type(value) is list else ""
 
 
 def is_array(value: object) -> bool:
@@ -313,6 +569,8 @@ def members_of(value: Any) -> tuple[Variable, ...]:
     return tuple(members) if is_list and members else ()
 
 
-def _summary(numbers: Sequence[int]) -> int:
-    """Return a digest of numbers."""
-    return digest(np.array(numbers, np.uint64))
+def store(var: Variable, array: Array) -> None:
+    """Write an ndarray of its dtype and shape into this rank's copy of a variable, whatever its policy is."""
+    storage = var._storage
+    with on_device_of(storage):
+        storage[...] = placed_as(array, storage)

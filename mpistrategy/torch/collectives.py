@@ -19,7 +19,6 @@ from mpistrategy.arrays import nest
 from mpistrategy.checkpoint.format import NOT_PLAIN, from_json, to_json
 from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.over_mpi.messages import exchange
 from mpistrategy.objects.kept import is_stateful
 from mpistrategy.options import Op, ReduceOp
 from mpistrategy.reduction.collectives import checked_root
@@ -244,7 +243,7 @@ def _exchanged(
         rows = t.lengths(source, () if splits is None else splits, communicator.size, call.where)
         call.structure = f"rows of {source.dtype}{list(source.shape[1:])}"
         width = source.shape[1:].numel() * source.element_size()
-        received, counts = exchange(communicator, call, t.in_bytes(source), rows, width)
+        received, counts = communicator.exchange(call, t.in_bytes(source), rows, width)
         result = t.from_bytes(received, source).view(sum(counts), *source.shape[1:])
         return result.to(source.device), counts
 

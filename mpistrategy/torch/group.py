@@ -30,7 +30,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import time_limit
 from mpistrategy.mpi.job import world
 from mpistrategy.mpi.over_mpi.background import Background
-from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message, exchange
+from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction import collectives
@@ -366,8 +366,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         elements = t.flat(t.together(sources if whole is None else whole))
         source_counts = [source.numel() for source in sources]
         target_counts = [target.numel() for target in targets]
-        received, _ = exchange(
-            self.communicator,
+        received, _ = self.communicator.exchange(
             call,
             t.in_bytes(elements),
             source_counts,

@@ -22,7 +22,7 @@ from replicas import RANK, SIZE, all_raise, new_variable, outcomes, several
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint import saving
+from mpistrategy.checkpoint import restoring
 from mpistrategy.checkpoint.saving import count_of_writers, places
 
 
@@ -476,7 +476,7 @@ def test_a_rank_without_memory_for_what_the_ranks_had(
     checkpoint.save(folder / "c")
     with monkeypatch.context() as patch:
         if RANK == SIZE - 1:
-            patch.setattr(saving, "NOTHING", NoMemory())
+            patch.setattr(restoring, "NOTHING", NoMemory())
         found = outcomes(checkpoint.restore, folder / "c")
     assert [outcome.error for outcome in found] == [errors.RemoteError] * (SIZE - 1) + [Exception]
     assert f"rank {SIZE - 1} could not make this call" in found[0].text

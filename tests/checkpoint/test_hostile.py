@@ -363,7 +363,7 @@ NUMBERS = [
     ("MT19937", "pos", 10**8), ("MT19937", "pos", -1), ("MT19937", "pos", 625), ("RandomState", "pos", 10**8),
     ("RandomState", "pos", True), ("RandomState", "has_gauss", 2), ("Philox", "buffer_pos", -(10**8)),
     ("Philox", "buffer_pos", 5), ("Philox", "has_uint32", 7), ("PCG64", "has_uint32", -1), ("PCG64", "uinteger", 2**32),
-    ("RandomState", "a state of type tuple", None),
+    ("RandomState", "tuple", None),
 ]  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def test_another_module_is_refused_and_nothing_changes(strategy: ms.Strategy, tm
     with strategy.scope():
         ms.Checkpoint(a=torch.zeros(2), net=torch.nn.Linear(2, 3)).save(folder)
         other, first = torch.nn.Linear(2, 3, bias=False), torch.ones(2)
-        with pytest.raises(errors.CheckpointMismatchError, match=r"net.*not in the module here.*bias"):
+        with pytest.raises(errors.CheckpointMismatchError, match=r"net/state/bias: tensor .*, nothing here"):
             ms.Checkpoint(a=first, net=other).restore(folder)
         with pytest.raises(errors.CheckpointMismatchError, match="net/state/weight"):
             ms.Checkpoint(a=first, net=torch.nn.Linear(3, 3)).restore(folder)

@@ -17,6 +17,8 @@ import numpy as np
 
 from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array, quietly
+from mpistrategy.errors import OptionError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
@@ -187,6 +189,46 @@ class Ranks(ABC):
         """
         values = self._gathered(np.split(sent, np.cumsum(counts)[:-1]))
         np.concatenate([blocks[self.rank] for blocks in values], out=received)
+
+    def exchange(
+        self,
+        call: Call,
+        sent: Array,
+        counts: Sequence[int],
+        width: int = 1,
+        taken: Sequence[int] | None = None,
+        **words: Any,
+    ) -> tuple[Array, list[int]]:
+        """Send parts of an array to all ranks, which do not know beforehand how much each of the others sends.
+
+        Args:
+            call: the public call, in which the ranks agree.
+            sent: bytes.
+            counts: how many units go to each rank.
+            width: of a unit, in bytes.
+            taken: how many units come from each rank; None if this is to be found out.
+            words: further fields that the ranks compare.
+
+        Returns:
+            The bytes from all ranks, in rank order, and the number of units from each rank.
+
+        Raises:
+            OptionError: on every rank, where `taken` is wrong.
+        """
+        send_counts, receive_counts = np.array(counts, np.int64), np.empty(self.size, np.int64)
+        call.agree(call.where, **words)
+        self.alltoall(send_counts, receive_counts)
+        call.expect_more()  # not before: the others may be in the exchange
+        if taken is not None and receive_counts.tolist() != list(taken):
+            raise OptionError.at(
+                call.where,
+                found=f"parts of {receive_counts.tolist()} elements for rank {self.rank}, from rank 0 on",
+                expected=f"{list(taken)}, as its outputs are",
+            )
+        received = np.empty(int(receive_counts.sum()) * width, np.uint8)
+        call.agree(call.where)
+        self.alltoallv(sent, np.multiply(counts, width).tolist(), received, (receive_counts * width).tolist())
+        return received, receive_counts.tolist()
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order; for descriptions, never for data."""

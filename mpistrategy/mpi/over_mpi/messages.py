@@ -1,21 +1,16 @@
-"""Messages between two ranks, in pieces that MPI can count, with waits that end; and parts of arrays for single ranks,
-which do not know beforehand how much each of the others sends.
-"""
+"""Messages between two ranks, in pieces that MPI can count, with waits that end."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.errors import CollectiveTimeoutError, OptionError, ShapeError
-from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.ranks import Ranks, pieces
+from mpistrategy.errors import CollectiveTimeoutError, ShapeError
+from mpistrategy.mpi.interface.ranks import pieces
 
 #: The first tag that a program can choose.
 PROGRAM_TAG = 2**11
@@ -98,45 +93,3 @@ class Message:
                 found=f"a message of {'more' if self._length is None else self._length} bytes from rank {self.source}",
                 expected=f"{self._block.size} bytes, as many as the receiver has room for",
             )
-
-
-def exchange(
-    communicator: Ranks,
-    call: Call,
-    sent: Array,
-    counts: Sequence[int],
-    width: int,
-    taken: Sequence[int] | None = None,
-    **words: Any,
-) -> tuple[Array, list[int]]:
-    """Send parts of an array to all ranks.  Collective.
-
-    Args:
-        communicator: the ranks.
-        call: the public call, in which the ranks agree.
-        sent: bytes.
-        counts: how many units go to each rank.
-        width: of a unit, in bytes.
-        taken: how many units come from each rank; None if this is to be found out.
-        words: further fields that the ranks compare.
-
-    Returns:
-        The bytes from all ranks, in rank order, and the number of units from each rank.
-
-    Raises:
-        OptionError: on every rank, where `taken` is wrong.
-    """
-    send_counts, receive_counts = np.array(counts, np.int64), np.empty(communicator.size, np.int64)
-    call.agree(call.where, **words)
-    communicator.alltoall(send_counts, receive_counts)
-    call.expect_more()  # not before: the others may be in the exchange
-    if taken is not None and receive_counts.tolist() != list(taken):
-        raise OptionError.at(
-            call.where,
-            found=f"parts of {receive_counts.tolist()} elements for rank {communicator.rank}, from rank 0 on",
-            expected=f"{list(taken)}, as its outputs are",
-        )
-    received = np.empty(int(receive_counts.sum()) * width, np.uint8)
-    call.agree(call.where)
-    communicator.alltoallv(sent, np.multiply(counts, width).tolist(), received, (receive_counts * width).tolist())
-    return received, receive_counts.tolist()
