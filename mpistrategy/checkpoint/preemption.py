@@ -306,8 +306,8 @@ class PreemptionCheckpointHandler(Settable):
 
 def _in_words(step: int, notices: Sequence[str], took: float, grace: float | None) -> str:
     """Return who was told to stop, and how long it took."""
-    told = [text.rpartition(" ") for text in notices if text]
-    seconds = max((float(ago) for *_, ago in told), default=0.0) + took
+    told_by = ", ".join(text.rpartition(" ")[0] for text in notices if text)
+    seconds = max((float(text.rpartition(" ")[2]) for text in notices if text), default=0.0) + took
     within = f" of {grace:g} s" if grace is not None else ""
-    who = ", ".join(source for source, *_ in told)
-    return f"told to stop ({who}): saved step {step}, {seconds:.1f} s{within} after the signal"
+    late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
+    return f"told to stop ({told_by}): saved step {step}, {seconds:.1f} s{within} after the signal{late}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -434,30 +434,32 @@ class InPlaceRoute(Transfer):
             lanes = across_nodes(ranks)
         keep_dtype = all(host_wire_dtype(array.dtype) == array.dtype for array in self._own_arrays)
         sends_sums = lanes is not None and lanes.node_sum is not None and keep_dtype
-        #: What combines each bucket where it is; nothing where they go as other arrays.
-        self._in_place: list[Callable[[], None]] = []
+        #: How each bucket is combined where it is, on one node and between nodes; nothing where all go as other arrays.
+        self._shares: list[ShareOfNode] = []
+        self._sent_sums: list[tuple[Any, ...]] = []
         for bucket in buckets if sends_sums or (is_shared and ranks.nodes == 1) else ():
             arrays, text, dtype = bucket.arrays, op._on_the_wire, bucket.own_array.dtype
             targets: Any = (bucket.result,) if into_result else arrays
             divisor = op._divisor(dtype, ranks.size)
-            if lanes is not None:
-                wire_dtype = self._route.dtype_between_nodes(dtype)
-                self._in_place.append(partial(lanes.in_place, arrays, targets, text, wire_dtype, divisor))
+            if lanes is None:
+                self._shares.append(ShareOfNode(arrays, targets, text, divisor, bucket.local_rank))
             else:
-                share = ShareOfNode(arrays, targets, text, divisor, bucket.local_rank)
-                self._in_place.append(share.combine)
+                self._sent_sums.append((arrays, targets, text, self._route.dtype_between_nodes(dtype), divisor))
+        self._is_in_place = bool(self._shares or self._sent_sums)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Return the memory that messages need besides the arrays."""
         own_results = self._results if self._writes_here else None
-        return None if self._in_place else self._route.bring(self._own_arrays, own_results)
+        return None if self._is_in_place else self._route.bring(self._own_arrays, own_results)
 
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Combine the buckets on all nodes, and return the arrays with the results."""
         with np.errstate(all="ignore"):
-            for combine in self._in_place:
-                combine()
-            if not self._in_place:
+            for share in self._shares:
+                share.combine()
+            for arguments in self._sent_sums:
+                across_nodes(self._ranks).in_place(*arguments)
+            if not self._is_in_place:
                 if self._is_one_result:
                     self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
                 totals = self._route.run(self._own_arrays, memory)
@@ -467,7 +469,7 @@ class InPlaceRoute(Transfer):
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a bucket is combined; see `Transfer.way`."""
-        if not self._in_place or self._ranks.nodes > 1:
+        if not self._is_in_place or self._ranks.nodes > 1:
             return self._route.way(pack, self._own_arrays)
         target = "the node's one result" if self._is_one_result else "every one"
         return f"where the arrays are, each rank 1/{self._ranks.size} of them, into {target}", ()

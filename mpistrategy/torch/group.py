@@ -525,6 +525,13 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 def _make(options: Any, _: Any) -> Any:
     """Make the group that torch asks for: the default group, or a group of some ranks, which alone call this."""
     ranks = list(options.global_ranks_in_group)
+    if ranks and not _references:
+        raise ContextError.at(
+            "torch.distributed.new_group",
+            found="a default process group of another backend",
+            expected=f'a default group of the backend "{NAME}", whose ranks are those of MPI',
+            fix=_FORM,
+        )
     whole: Any = _references[0].communicator if ranks else _chosen_strategy().extended.communicator
     if not ranks and (whole.rank, whole.size) != (options.group_rank, options.group_size):
         raise LaunchError.at(
