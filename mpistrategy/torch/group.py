@@ -234,7 +234,8 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         else:
             arrays = [t.in_numpy(tensor) for tensor in elements]
             ranks = self._background.connected(call) if is_large else self.communicator
-            plan = usual_plan(ranks, layouts_of(arrays), by)
+            layouts = layouts_of(arrays)
+            plan = self._reducer.cached((is_large, by, layouts), functools.partial(usual_plan, ranks, layouts, by))
             agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
             totals = run_plan(plan, arrays, agree, in_place=in_place)
             results = elements if in_place else [torch.from_numpy(total) for total in totals]
@@ -364,12 +365,11 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         targets = t.checked(targets, call.where, count=self._ranks, is_written=True)
         sources = t.checked(sources, call.where, count=self._ranks, dtype=targets[0].dtype)
         elements = t.flat(t.together(sources if whole is None else whole))
-        source_counts = [source.numel() for source in sources]
         target_counts = [target.numel() for target in targets]
         received, _ = self.communicator.exchange(
             call,
             t.in_bytes(elements),
-            source_counts,
+            [source.numel() for source in sources],
             elements.element_size(),
             target_counts,
             values=t.values_of(alike or [elements[:0]]),
