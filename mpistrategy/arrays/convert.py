@@ -345,7 +345,7 @@ def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -
         place = "one GPU" if index is None else f"GPU:{index}, which this rank drives"
         raise DeviceError.at(
             where,
-            found=f"arrays on the GPUs {devices}",
+            found=f"arrays on {' and '.join(f'GPU:{number}' for number in devices)}",
             expected=f"arrays on {place}",
             fix=f"Make them inside `with cupy.cuda.Device({devices[0] if index is None else index}):`, or copy them.",
         )

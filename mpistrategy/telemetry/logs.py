@@ -164,9 +164,9 @@ def _level_number(level: int | str, argument: str) -> int:
 
 
 def _checked_ranks(ranks: Any) -> Any:
+    if isinstance(ranks, str) and ranks.lower() == "all":
+        return "all"
     listed = [ranks] if isinstance(ranks, int) else ranks
-    if ranks != "all" and not (
-        isinstance(listed, Collection) and all(isinstance(rank, int) and rank >= 0 for rank in listed)
-    ):
+    if not (isinstance(listed, Collection) and all(isinstance(rank, int) and rank >= 0 for rank in listed)):
         raise OptionError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
     return listed

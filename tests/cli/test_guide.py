@@ -77,8 +77,11 @@ def test_the_package_names_pages_that_exist() -> None:
     assert sorted(named - pages.pages().keys()) == []
 
 
-def test_a_word_is_found_with_its_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.search(r"(?m)^errors: .*expect_long", said(capsys, "--search", "EXPECT_LONG"))
+def test_a_word_is_found_with_page_and_section(capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, "--search", "EXPECT_LONG")
+    assert re.search(r"(?m)^errors: ", found)
+    assert re.search(r"(?m)^  CollectiveTimeoutError: .*expect_long", found)
+    assert re.search(r"(?m)^  and \d+ more$", said(capsys, "--search", "collective"))
 
 
 @pytest.mark.parametrize(

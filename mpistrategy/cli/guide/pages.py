@@ -31,6 +31,8 @@ PARTS = {
 }
 #: Where the names of modules are that need another library.
 _ELSEWHERE = "Names of `mpistrategy.torch` and `mpistrategy.jax` are in [torch](torch.md) and [JAX](jax.md)."
+#: So many lines of a page are shown.
+_HITS = 3
 _WHERE = "mpistrategy guide"
 #: What only the site needs.
 _FOR_THE_SITE = re.compile(r"<!--.*?-->\n?|</?details>\n?|<summary>.*?</summary>\n?", re.DOTALL)
@@ -84,12 +86,21 @@ def _about(kind: type[BaseException]) -> str:
 
 
 def _search(word: str) -> None:
-    """Show the lines that have a word, in any letter case, each with its page."""
-    lines = [f"{name}: {line.strip()}" for name, text in pages().items() for line in text.splitlines()]
-    hits = [line for line in lines if word.strip() and word.casefold() in line.casefold()]
+    """Show the lines that have a word, in any letter case, each with the heading above it."""
+    hits = 0
+    for name, text in pages().items() if word.strip() else ():
+        heading, lines = "", list[str]()
+        for line in text.splitlines():
+            heading = line.lstrip("# ") if line.startswith("#") else heading
+            if word.casefold() in line.casefold():
+                lines.append(line.strip() if line.startswith("#") else f"{heading}: {line.strip()}")
+        if lines:
+            print(f"{name}: {title(text)}", *lines[:_HITS], sep="\n  ")
+        if len(lines) > _HITS:
+            print(f"  and {len(lines) - _HITS} more")
+        hits += len(lines)
     if not hits:
         raise errors.OptionError.at(_WHERE, found=f"the word {word!r}", expected="a word of some page")
-    print(*hits, sep="\n")
 
 
 @functools.cache
