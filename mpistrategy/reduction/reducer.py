@@ -385,7 +385,6 @@ class Reducer:
         ranks, layouts = self.communicator, layouts_of(arrays)
         on_host = not any(map(is_on_device, arrays))
         own_weight, settings = checked_weight(weight, op, call.where), self.algorithm._settings(options)
-        weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
         means = weighted_means(ranks, layouts, self.plan_for(layouts, op, options)) if on_host else None
         alike: dict[str, Any] = {
             "values": tuple(map(layout_of, arrays)),
@@ -396,6 +395,7 @@ class Reducer:
         if means is not None:
             means.weight = own_weight
             return run_plan(means, arrays, agree, in_place=False)
+        weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
         memory = weights.bring(own_weight)
         agree()
         factors, total = normalized(weights.numbers_of_ranks(memory).ravel().tolist())
