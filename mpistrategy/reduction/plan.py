@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import attrgetter
 from typing import Any
@@ -126,25 +126,6 @@ def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     return Plan(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
-def run_plan(
-    plan: Transfer, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True
-) -> list[Array]:
-    """Return the combinations of arrays, which are written into the arrays with `in_place`.  Collective.
-
-    Args:
-        plan: the plan of the arrays.
-        arrays: this rank's arrays.
-        agree: compares the call between the ranks.
-        in_place: whether the results are written over them.
-    """
-    memory = plan.bring(arrays, plan.direct(arrays, arrays) if in_place else None)
-    agree()
-    totals = plan.run(arrays, memory)
-    if in_place:
-        write(totals, arrays)
-    return totals
-
-
 def usual_route(
     ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
 ) -> Transfer:
@@ -221,7 +202,9 @@ class Compared:
         if self._timeout is not None:
             call.timeout = self._timeout
         memory = transfer.bring(arrays, targets)
-        while call.guard.compare(self._signature, self._digest, sparingly=transfer.sparingly):
+        while call.guard.compare(
+            self._signature, self._digest, patiently=call.is_patient, sparingly=transfer.sparingly
+        ):
             transfer.answer()
             memory = transfer.bring(arrays, targets)
         return transfer.run(arrays, memory)

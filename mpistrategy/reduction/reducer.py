@@ -45,7 +45,6 @@ from mpistrategy.reduction.plan import (
     kind_of,
     normalized,
     product,
-    run_plan,
     weighted_means,
 )
 from mpistrategy.reduction.transfer import (
@@ -394,7 +393,9 @@ class Reducer:
         agree: Any = partial(call.agree, "reduce", op=WEIGHTED, sparingly=True, **alike)
         if means is not None:
             means.weight = own_weight
-            return run_plan(means, arrays, agree, in_place=False)
+            means.bring(arrays)
+            agree()
+            return means.run(arrays, None)
         weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
         memory = weights.bring(own_weight)
         agree()
@@ -444,7 +445,7 @@ class Reducer:
                 results = plan.run(call, arrays, plan.plan.direct(arrays, arrays) if in_place else None)
                 if in_place:
                     write(results, arrays)
-                return results
+                return arrays if in_place else results
         more: dict[str, Any] = {"options": options, "targets": arrays if in_place else None, "is_batch": False}
         results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), **more)
         return [result if is_on_device(result) else np.asarray(result) for result in results]

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -34,9 +33,7 @@ from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction import collectives
-from mpistrategy.reduction.plan import run_plan, usual_plan
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
@@ -159,12 +156,15 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         #: The backward pass that has reduced last, and how often.
         self._backward, self._reductions = -1, 0
 
-    @contextmanager
-    def _call(self, name: str, site: call_sites.Site | None = None) -> Iterator[Call]:
+    def _in_turn(self) -> threading.RLock:
+        """Wait for the background; return the lock of the calls."""
         self._background.wait()
-        with self._turn, Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True) as call:
-            self.communicator.guard.site = site
-            yield call
+        return self._turn
+
+    def _call(self, name: str, site: call_sites.Site | None = None) -> Call:
+        call = Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True)
+        self.communicator.guard.site, call.is_patient = site, self._background.is_here
+        return call
 
     # ------------------------------------------------------------------------------------------------- reductions
 
@@ -178,7 +178,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         site = self._site() or (call_sites.call_site() if goes_on else None)
 
         def all_reduce() -> None:
-            with self._call("all_reduce", site) as call:
+            with self._in_turn(), self._call("all_reduce", site) as call:
                 targets = t.checked(given, call.where, is_written=True)
                 if any(target.is_sparse for target in targets):
                     self._all_reduce_rows(call, given, t.operation(opts)[0])
@@ -203,45 +203,39 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         *,
         in_place: bool = False,
         is_large: bool = False,
-        **words: Any,
+        words: str = "",
     ) -> list[Any]:
-        """Return the reductions of tensors of one dtype, in the dtype of the sums.
+        """Return the reductions of tensors of one dtype, flat, in the dtype of the sums.
 
         Args:
             call: the public call.
             tensors: this rank's, checked.
             opts: of c10d.
-            in_place: whether results may be written into the tensors' own memory; else they are flat.
+            in_place: whether results may be written into the tensors' own memory.
             is_large: whether the data travel as in the background, where other ranks may make this call.
             words: what else the ranks compare.
         """
         op, factor = t.operation(opts)
         by, bits = t.reduction(op, tensors[0].dtype, call.where)
-        options = "among those in the background" if is_large else ""
-        alike = {"op": op, "values": t.values_of(tensors), "options": options, **words}
-        device = t.gpu_of(tensors)
-        wide = [t.wide(tensor) for tensor in tensors]
-        elements = [each.cpu() if device is None else t.flat(each, device) for each in wide]
+        device, count = t.gpu_of(tensors), self._ranks
+        elements = [t.wide(tensor) for tensor in tensors]
         if op == "PREMUL_SUM":
             elements = [each * factor for each in elements]
         if bits is not None:
             wholes = self._moved(call, collectives.gather, 0, elements, (op, t.values_of(tensors)))
-            return [functools.reduce(bits, whole.chunk(self._ranks)) for whole in wholes]
-        if device is not None:
-            call.structure = " ".join(map(str, alike.values()))
-            with t.on_stream(device):
-                results: list[Any] = self._reducer.all_reduce_arrays(call, by, elements)
-        else:
-            arrays = [t.in_numpy(tensor) for tensor in elements]
-            ranks = self._background.connected(call) if is_large else self.communicator
-            layouts = layouts_of(arrays)
-            plan = self._reducer.cached((is_large, by, layouts), functools.partial(usual_plan, ranks, layouts, by))
-            agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
-            totals = run_plan(plan, arrays, agree, in_place=in_place)
-            results = elements if in_place else [torch.from_numpy(total) for total in totals]
+            return [functools.reduce(bits, whole.chunk(count)) for whole in wholes]
+        call.structure = f"{op} of {tensors[0].dtype}{words}{' among those in the background' if is_large else ''}"
+        reducer = self._reducer
+        if is_large:
+            ranks = self._background.connected(call)
+            reducer = ranks.once(Reducer, functools.partial(Reducer, ranks, reducer.algorithm, reducer.options))
+        with t.on_stream(device):
+            own = [t.in_numpy(each.cpu().contiguous()) if device is None else t.flat(each, device) for each in elements]
+            totals: list[Any] = reducer.all_reduce_arrays(call, by, own, in_place=in_place and device is None)
+            results = [torch.from_numpy(total) if device is None else total for total in totals]
         if op == "AVG" and by is ReduceOp.SUM:  # of whole numbers
             for result in results:
-                result.div_(self._ranks, rounding_mode="trunc")
+                result.div_(count, rounding_mode="trunc")
         return results
 
     def _site(self) -> call_sites.Site | None:
@@ -268,10 +262,10 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Replace the root's tensor by the reduction over the ranks; the others keep theirs."""
-        with self._call("reduce", self._site()) as call:
+        with self._in_turn(), self._call("reduce", self._site()) as call:
             root = collectives.checked_root(opts.rootRank, self._ranks, call.where)
             targets = t.checked(tensors, call.where, is_written=True)
-            totals = self._reduced(call, targets, opts, destination=f"rank {root}")
+            totals = self._reduced(call, targets, opts, words=f", to rank {root}")
             if self._rank == root:
                 t.write(totals, targets)
         return _completed_work(list(tensors))
@@ -282,13 +276,13 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         The lists may be tensors, too, of which each rank gets an equal part of the elements.
         """
         for output, given in zip(outputs, inputs, strict=True):
-            with self._call("reduce_scatter", self._site()) as call:
+            with self._in_turn(), self._call("reduce_scatter", self._site()) as call:
                 sources = t.parts(given, self._ranks)
                 t.checked(sources, call.where, count=self._ranks, dtype=output.dtype)
                 targets = t.checked([output], call.where, numel=sources[self._rank].numel(), is_written=True)
-                [total] = self._reduced(call, [t.together(given)], opts, values=t.values_of(sources))
-                totals = total.split([source.numel() for source in sources])
-                t.write([totals[self._rank]], targets)
+                sizes = [source.numel() for source in sources]
+                [total] = self._reduced(call, [t.together(given)], opts, words=f", in parts of {sizes}")
+                t.write([total.split(sizes)[self._rank]], targets)
         return _completed_work(list(outputs))
 
     reduce_scatter_single_coalesced = reduce_scatter
@@ -301,7 +295,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Replace each tensor by the root's."""
-        with self._call("broadcast") as call:
+        with self._in_turn(), self._call("broadcast") as call:
             root = collectives.checked_root(opts.rootRank, self._ranks, call.where)
             targets = t.checked(tensors, call.where, is_written=True)
             alike = t.values_of(targets)
@@ -327,7 +321,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         The lists may be tensors, too, of which each rank's tensor is an equal part.
         """
         for tensor, given in zip(inputs, outputs, strict=True):
-            with self._call("all_gather") as call:
+            with self._in_turn(), self._call("all_gather") as call:
                 parts = t.parts(given, self._ranks)
                 targets = t.checked(parts, call.where, count=self._ranks, dtype=tensor.dtype, is_written=True)
                 [own] = t.checked([tensor], call.where, numel=targets[self._rank].numel())
@@ -387,7 +381,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     def _with_root(self, name: str, own_tensors: Any, lists: Any, opts: Any) -> Any:
         """Move a tensor of every rank into the root's list of tensors ("gather"), or out of it ("scatter")."""
-        with self._call(name) as call:
+        with self._in_turn(), self._call(name) as call:
             root = collectives.checked_root(opts.rootRank, self._ranks, call.where)
             [own] = t.checked(own_tensors, call.where, is_written=name == "scatter")
             nothing = own.new_empty(0)
@@ -401,7 +395,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Send the r-th input to rank r, and write the input of rank r into the r-th output; sizes may differ."""
-        with self._call("all_to_all") as call:
+        with self._in_turn(), self._call("all_to_all") as call:
             self._exchange(call, outputs, inputs)
         return _completed_work(list(outputs))
 
@@ -409,7 +403,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
         self, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None
     ) -> Any:
         """Send the r-th part of a tensor's first axis to rank r; without splits the parts are equal."""
-        with self._call("all_to_all_single") as call:
+        with self._in_turn(), self._call("all_to_all_single") as call:
             t.checked([output], call.where, is_written=True)
             targets = output.split(t.lengths(output, output_splits, self._ranks, call.where))
             sources = input.split(t.lengths(input, input_splits, self._ranks, call.where))
@@ -443,7 +437,7 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> Any:
         """Wait for all ranks of the group; after the timeout the late ranks are named, as in every call."""
-        with self._call("barrier") as call:
+        with self._in_turn(), self._call("barrier") as call:
             call.wait_as(None if opts is None else _chosen_seconds(opts.timeout))
             call.agree(call.where)
         return _completed_work([])

@@ -154,7 +154,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                         parameter.grad = parameter.grad.to_dense()
                     if parameter.numel():
                         dense[parameter.grad.data_ptr()] = parameter.grad.detach()
-            wide = [t.wide(gradient) for gradient in dense.values()]
+            wide = [t.flat(t.wide(gradient), gradient.device) for gradient in dense.values()]
             arrays = [t.in_numpy(tensor) if tensor.is_cpu else tensor for tensor in wide]
             if arrays:
                 reducer.all_reduce_arrays(call, self._op, arrays, self._options, in_place=True)

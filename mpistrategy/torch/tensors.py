@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from mpistrategy.arrays.convert import cupy_for
 from mpistrategy.errors import DeviceError, DTypeError, OptionError, ShapeError
@@ -19,17 +21,21 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.collectives import Gather, Values
 from mpistrategy.reduction.reducer import Reducer
 
+#: By the numbers of torch's operations, which are their hashes; other ways to their names take ten times as long.
+_NAMES = {int(kind): name for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 #: Of torch's operations, but for sums.
 _BY_LIBRARY = {"AVG": ReduceOp.MEAN, "PRODUCT": ReduceOp.PROD, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
+#: Some dtypes in which sums are taken.
+_EXACT = {torch.float32, torch.float64, torch.int32, torch.int64}
 #: The dtypes in which sums of others are taken, before they are rounded once; of short floats in float32.
 _WIDER = {torch.bool: torch.uint8, torch.complex32: torch.complex64}
 
 
 def operation(opts: Any) -> tuple[str, Any]:
     """Return the name of the ReduceOp in options of c10d, and the factor of PREMUL_SUM."""
-    kind, factor = opts.reduceOp.__getstate__()
-    return kind.name, factor
+    name = _NAMES[hash(opts.reduceOp)]
+    return name, opts.reduceOp.__getstate__()[1] if name == "PREMUL_SUM" else None
 
 
 @cache
@@ -128,16 +134,16 @@ def flat(tensor: Any, device: Any = None) -> Any:
 
 
 def in_numpy(tensor: Any) -> Any:
-    """Return a tensor on the host as an array of the same memory.
+    """Return the elements of a contiguous tensor on the host, as a flat array of the same memory.
 
     Not by numpy(), after which torch refuses to resize the tensor's memory, as FSDP does.
     """
-    dtype, shape = np.dtype(str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape)
-    if not tensor.numel():  # older NumPy takes no memory at 0
-        return np.empty(shape, dtype)
-    strides = tuple([step * dtype.itemsize for step in tensor.stride()])
-    layout = {"data": (tensor.data_ptr(), False), "shape": shape, "strides": strides, "typestr": dtype.str}
-    return np.asarray(SimpleNamespace(__array_interface__=layout | {"version": 3}, tensor=tensor))
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    if not tensor.numel():  # which has no memory
+        return np.empty(0, dtype)
+    buffer = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    buffer.tensor = tensor  # whose memory it is
+    return np.frombuffer(buffer, dtype)
 
 
 def in_bytes(tensor: Any, device: Any = None) -> Any:
@@ -199,6 +205,8 @@ def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[
 
 def wide(tensor: Any) -> Any:
     """Return a tensor whose memory has its values, in a dtype in which sums are exact enough; usually the tensor."""
+    if tensor.dtype in _EXACT and not tensor.is_neg():  # the three steps below take as long as a small sum
+        return tensor
     is_short = tensor.is_floating_point() and tensor.itemsize < 4
     dtype = torch.float32 if is_short else _WIDER.get(tensor.dtype, tensor.dtype)
     return tensor.resolve_conj().resolve_neg().to(dtype)

@@ -33,6 +33,7 @@ class CurrentCall:
         step: the number of an optimizer's step, which ranks compare; 0 elsewhere.
         signature: the signature that was compared last.
         timeout: how long it may wait for the other ranks, in seconds; None: the strategy's timeout.
+        is_patient: whether its comparisons leave the core to other threads.
         number: its number in its strategy, from 1 on; 0 for a call inside another call, and in a strategy of one rank.
         entered, left: times in seconds of time.monotonic(); `left` is 0.0 while the call runs.
         frame: the frame that has entered it; None once it is left.
@@ -45,6 +46,7 @@ class CurrentCall:
     step: int = 0
     signature: Signature | None = None
     timeout: float | None = None
+    is_patient: bool = False
     number: int = 0
     entered: float = 0.0
     left: float = 0.0
