@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import reduce
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, is_cupy
+from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.nest import Structure
 from mpistrategy.arrays.values import is_arena
@@ -36,7 +35,6 @@ from mpistrategy.reduction.transfer import (
     CommunicatorRoute,
     FirstMessageRoute,
     Layout,
-    MailboxArrays,
     MailboxRoute,
     Pack,
     Targets,
@@ -47,7 +45,6 @@ from mpistrategy.reduction.transfer import (
     fits_mailbox,
     fits_message,
     flat_layouts,
-    in_mailboxes,
     packs_of,
 )
 
@@ -305,36 +302,21 @@ def kind_of(value: Any) -> Any:
     kind = type(value)
     if kind is _ndarray:
         return value.dtype, value.shape
-    if kind in _NUMBERS:
-        return kind
     if kind is dict:
-        return kind, tuple(value), _kinds_of(value.values())
+        return kind, tuple(value), tuple([kind_of(item) for item in value.values()])
     if kind is list or kind is tuple:
-        return kind, _kinds_of(value)
+        return kind, tuple([kind_of(item) for item in value])
     if is_arena(value):
         return kind, value._number
     shape = getattr(value, "shape", None)
-    if not isinstance(shape, tuple):  # a record may have a field of that name, and a key keeps no values
-        return kind
-    return kind, getattr(value, "dtype", None), shape
-
-
-def _kinds_of(values: Any) -> tuple[Any, ...]:
-    kinds = {*map(type, values)}
-    if kinds == _ARRAYS:
-        return (*map(_dtype_of, values), *map(_shape_of, values))
-    if kinds <= _NUMBERS:
-        return (*map(type, values),)
-    if len(kinds) == 1 and all(is_cupy(value) for value in [*values][:1]):
-        return (*kinds, *map(_dtype_of, values), *map(_shape_of, values))
-    return (*map(kind_of, values),)
+    # A record may have a field of that name, and a key keeps no values.
+    return (kind, getattr(value, "dtype", None), shape) if isinstance(shape, tuple) else kind
 
 
 # ------------------------------------------------------------------------------------------------- weighted means
 
 #: The operation, as the ranks compare it.
 WEIGHTED = "weighted MEAN"
-_WEIGHT: Layout = (np.dtype(np.float64), ())
 
 
 def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
@@ -379,58 +361,3 @@ def product(array: Array, weight: float, factor: float) -> Array:
     meeting = dtype if is_exact else np.result_type(dtype, np.float64)
     products: Array = np.multiply(array, meeting.type(factor), dtype=meeting)
     return products.astype(dtype, copy=False)
-
-
-class WeightedMeans(Transfer):
-    """The weighted means of small arrays, which lie in the mailboxes beside the weight and the check of the call.
-
-    Each rank adds up the arrays of all ranks in float64.
-
-    Args:
-        layouts: dtype and shape of each array.
-        boxes: the arrays of all ranks, after their weights.
-    """
-
-    def __init__(self, layouts: tuple[Layout, ...], boxes: MailboxArrays) -> None:
-        self.layouts = layouts
-        self._in_mailboxes = boxes
-        self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
-        self._dtypes_of_products = [np.result_type(dtype, np.float64) for dtype, _ in layouts]
-        #: The weights of the latest call, and what follows from them: the ranks that count, with their normalized
-        #: weights, and the sum of these.
-        self._latest: tuple[Any, Any, Any] = None, None, None
-
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Give the weight and the arrays, before the ranks agree on the call."""
-        self._in_mailboxes.put([self.weight, *arrays])
-
-    def run(self, arrays: Sequence[Array], memory: None) -> list[Array]:
-        """Return the means; NaN where all weights are 0."""
-        arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
-        weights = [float(arrays[0]) for arrays in arrays_of_ranks]
-        with np.errstate(all="ignore"):
-            if weights != self._latest[0]:
-                factors, total = normalized(weights)
-                # Where all weights are 0, the means are NaN.
-                ranks = [rank for rank, weight in enumerate(weights) if weight or total == 0]
-                self._latest = weights, [(rank, np.asarray(factors[rank])) for rank in ranks], np.asarray(total)
-            _, shares, divisor = self._latest
-            means: list[Array] = []
-            for number, (dtype, wide) in enumerate(zip(self._results, self._dtypes_of_products), 1):  # noqa: B905
-                products = [np.multiply(arrays_of_ranks[rank][number], factor, dtype=wide) for rank, factor in shares]
-                means.append(np.asarray(reduce(np.add, products) / divisor, dtype))
-        return means
-
-
-def weighted_means(ranks: Ranks, layouts: tuple[Layout, ...], means: Transfer | None) -> WeightedMeans | None:
-    """Return how weighted means travel with the check of the call; None for arrays whose products are summed.
-
-    Args:
-        ranks: the ranks that take part.
-        layouts: dtype and shape of each array.
-        means: how their plain means are taken.
-    """
-    # Other routes keep the algorithm's own order of additions: the order of the values, say.
-    is_small = isinstance(means, Plan) and isinstance(means.route, MailboxRoute)
-    boxes = in_mailboxes(ranks, (_WEIGHT, *layouts), ranks.size) if is_small else None
-    return None if boxes is None else WeightedMeans(layouts, boxes)

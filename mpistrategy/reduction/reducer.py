@@ -39,16 +39,17 @@ from mpistrategy.reduction.plan import (
     WEIGHTED,
     ArraysPlan,
     CallPlan,
+    Compared,
     NestPlan,
     NumbersOfRanks,
     checked_weight,
     kind_of,
     normalized,
     product,
-    weighted_means,
 )
 from mpistrategy.reduction.transfer import (
     Layout,
+    Targets,
     Transfer,
     counted,
     divide,
@@ -222,8 +223,8 @@ class AllReduce(General):
             return None
         layouts = layouts_of(arrays)
         transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
-        if is_weighted:
-            transfer = weighted_means(reducer.communicator, layouts, transfer)
+        if transfer is not None and is_weighted:
+            transfer = WeightedMeans(reducer, layouts, options)
         is_elsewhere = out is not None and destination is None
         if transfer is None or (is_elsewhere and not takes(out, where, arrays, dtypes_of_results(layouts, op))):
             return None
@@ -359,7 +360,12 @@ class Reducer:
         components, arrays, memory = checked_inputs(op, leaves, paths, call.where, dense, targets)
         call.wait_as(settings.timeout_seconds)
         if weight is not None:
-            results = self._weighted(call, op, components, arrays, weight, settings)
+            means = WeightedMeans(self, layouts_of(arrays), settings)
+            means.weight = checked_weight(weight, op, call.where)
+            words = "reduce", WEIGHTED, call.structure, tuple(map(layout_of, arrays)), EVERY_RANK.text
+            signature = Signature(*words, self.algorithm._settings(settings), call.name, call.where, call.place)
+            results = Compared(signature, None).carry_out(call, means, arrays)
+            ranks.guard.wait_for_gpu(event_of_reads(components))
         else:
             values = [*map(_own_value, components, arrays)]
             with self.entered():
@@ -367,49 +373,6 @@ class Reducer:
                     call, ranks, op, components, values, settings, memory, is_batch=is_batch
                 )
         return outputs_for(results, components, targets, memory)
-
-    def _weighted(
-        self,
-        call: Call,
-        op: ReduceOp,
-        components: list[Any],
-        arrays: list[Any],
-        weight: Any,
-        options: CommunicationOptions,
-    ) -> list[Any]:
-        """Return the weighted means of dense arrays.
-
-        The ranks learn the weights with the check, and then add up the products; small arrays come with the weights.
-        """
-        ranks, layouts = self.communicator, layouts_of(arrays)
-        on_host = not any(map(is_on_device, arrays))
-        own_weight, settings = checked_weight(weight, op, call.where), self.algorithm._settings(options)
-        means = weighted_means(ranks, layouts, self.plan_for(layouts, op, options)) if on_host else None
-        alike: dict[str, Any] = {
-            "values": tuple(map(layout_of, arrays)),
-            "destination": EVERY_RANK.text,
-            "options": settings,
-        }
-        agree: Any = partial(call.agree, "reduce", op=WEIGHTED, sparingly=True, **alike)
-        if means is not None:
-            means.weight = own_weight
-            means.bring(arrays)
-            agree()
-            return means.run(arrays, None)
-        weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
-        memory = weights.bring(own_weight)
-        agree()
-        factors, total = normalized(weights.numbers_of_ranks(memory).ravel().tolist())
-        call.expect_more()
-        products = [product(array, own_weight, factors[ranks.rank]) for array in arrays]
-        dtypes = dtypes_of_results(layouts, op)
-        rooms = [
-            None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
-            for array, dtype in zip(products, dtypes, strict=True)
-        ]
-        ranks.guard.wait_for_gpu(event_of_reads(components))
-        sums = self.all_reduce_arrays(call, ReduceOp.SUM, products, None if options == self.options else options)
-        return [*map(rounded, [divide(array, total) for array in sums], dtypes, rooms)]
 
     def plan_for(
         self,
@@ -502,6 +465,41 @@ class Reducer:
         place = f"{counted(ranks.size, 'rank')} of {counted(ranks.nodes, 'node')}"
         head = f"all_reduce {subject}, on {place} by {type(algorithm).__name__}"
         return "\n  ".join([head, *lines, f"thresholds: {ranks.thresholds.source}"])
+
+
+class WeightedMeans(Transfer):
+    """The weighted means of arrays: the ranks learn the weights with the check of the call, then add up the products.
+
+    Args:
+        reducer: adds them up.
+        layouts: dtype and shape of each array.
+        options: of the call.
+    """
+
+    def __init__(self, reducer: Reducer, layouts: tuple[Layout, ...], options: CommunicationOptions) -> None:
+        self.layouts = layouts
+        self._reducer, self._options = reducer, None if options == reducer.options else options
+        ranks = reducer.communicator
+        self._weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
+        self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
+        """Give this rank's weight, before the ranks agree on the call."""
+        return self._weights.bring(self.weight)
+
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
+        """Return the means, after one more agreement; NaN where all weights are 0."""
+        ranks = self._reducer.communicator
+        call: Any = ranks.guard.current
+        factors, total = normalized(self._weights.numbers_of_ranks(memory).ravel().tolist())
+        ranks.guard.agreed = False  # there is one more agreement
+        products = [product(array, self.weight, factors[ranks.rank]) for array in arrays]
+        rooms = [
+            None if array.dtype == dtype or is_on_device(array) else np.empty(array.shape, dtype)
+            for array, dtype in zip(products, self._results, strict=True)
+        ]
+        sums = self._reducer.all_reduce_arrays(call, ReduceOp.SUM, products, self._options)
+        return [*map(rounded, [divide(array, total) for array in sums], self._results, rooms)]
 
 
 def _nbytes(leaf: Any) -> int:
