@@ -9,16 +9,14 @@ host go with the check of the call, or through the communicator.
 On one node each rank writes small arrays into its mailbox, next to the digest of its call.  When all digests are equal,
 all data are there, too, and every rank adds them up in rank order: the same bits everywhere.
 
-Between nodes a few sums go in the first message, which compares the calls.  Each number travels as float64 and is added
-up by MPI; a complex one as two.  An integer travels as two halves of 32 bits, so that sums are exact, and wrap around
-as NumPy's do.
+Between nodes the sums of a few floats go in the first message, which compares the calls.  Each travels as float64, and
+is added up by MPI.
 
 Other arrays go through the communicator: small arrays are packed, large arrays go as they are.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -583,24 +581,14 @@ def flat_layouts(packs: Sequence[Pack]) -> tuple[Layout, ...]:
 # ------------------------------------------------------------------------------------------------- the first message
 
 
-#: How many float64 carry one element exactly, by the kind of its dtype; and the most bytes of such an element.
-_NUMBERS = {"f": (1, 8), "c": (2, 16), "i": (2, 8), "u": (2, 8)}
-
-
-def _numbers_of(dtype: np.dtype[Any]) -> float:
-    """Return how many float64 carry one element exactly; infinity for dtypes that do not travel so."""
-    count, most_bytes = _NUMBERS.get(dtype.kind, (1, 0))
-    return count if dtype.itemsize <= most_bytes else math.inf
-
-
 def fits_message(message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> bool:
-    """Return whether the sums of these arrays travel in the first message, which each call has."""
-    count = sum(_numbers_of(dtype) * prod(shape) for dtype, shape in layouts)
-    return op._on_the_wire == "SUM" and count <= len(message.values)
+    """Return whether the sums of these arrays travel in the first message, which each call has: few floats."""
+    are_floats = all(dtype.kind == "f" and dtype.itemsize <= 8 for dtype, _ in layouts)
+    return are_floats and op._on_the_wire == "SUM" and sum(prod(shape) for _, shape in layouts) <= len(message.values)
 
 
 class FirstMessageRoute(Transfer):
-    """The route of arrays whose numbers fit into the first message.
+    """The route of floats that fit into the first message.
 
     Args:
         communicator: the ranks.
@@ -611,38 +599,26 @@ class FirstMessageRoute(Transfer):
 
     def __init__(self, communicator: Ranks, message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.packs: tuple[Pack, ...] = packs_of(layouts)
-        #: For each array its numbers in the message, their sums, its dtype on the wire, and the divisor of MEAN.
-        self._rows: list[tuple[Array, Array, np.dtype[Any], int]] = []
+        self._divisor = op._divisor(np.dtype(np.float64), communicator.size)
+        #: For each array its numbers in the message, their sums, and its dtype on the wire.
+        self._rows: list[tuple[Array, Array, np.dtype[Any]]] = []
         start = 0
         for dtype, shape in layouts:
-            stop = start + int(_numbers_of(dtype)) * prod(shape)
-            kind: Any = np.complex128 if dtype.kind == "c" else np.float64
-            full = (*shape, 2) if dtype.kind in "iu" else shape
-            numbers, sums = (values[start:stop].view(kind).reshape(full) for values in (message.values, message.sums))
-            wire, start = host_wire_dtype(dtype), stop
-            self._rows.append((numbers, sums, wire, op._divisor(wire, communicator.size)))
+            part = slice(start, start + prod(shape))
+            numbers, sums = message.values[part].reshape(shape), message.sums[part].reshape(shape)
+            self._rows.append((numbers, sums, host_wire_dtype(dtype)))
+            start = part.stop
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Write this rank's numbers into the message."""
-        for (numbers, _, dtype, _), array in zip(self._rows, arrays, strict=True):
-            if dtype.kind in "iu":  # in two halves
-                array = np.asarray(array).astype(np.uint64, order="C").reshape(*array.shape, 1).view(np.uint32)
+        for (numbers, _, _), array in zip(self._rows, arrays, strict=True):
             numbers[...] = array
 
     @quietly
     def run(self, arrays: Sequence[Any], memory: None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
-        return [_read(sums, dtype, divisor) for _, sums, dtype, divisor in self._rows]
+        return [np.asarray(sums / self._divisor, dtype) for _, sums, dtype in self._rows]
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a pack travels; see `Transfer.way`."""
         return "in the first message of the call, with its check", ()
-
-
-def _read(sums: Array, dtype: np.dtype[Any], divisor: int) -> Array:
-    if dtype.kind in "iu":
-        low, high = sums.astype(np.uint64)[..., 0], sums.astype(np.uint64)[..., 1]
-        return np.asarray(low + (high << np.uint64(32))).astype(dtype)
-    total = sums.copy()
-    divide_by(divisor, total)
-    return total.astype(dtype)

@@ -214,7 +214,7 @@ AFTER: dict[str, tuple[Any, str, Callable[[], Any]]] = {
         *(collectives, "in_kind"),
         lambda: context().merge_call(lambda strategy: strategy.broadcast(SWAPPED)),
     ),
-    "the first message": (transfer, "_read", lambda: summed(2)),
+    "the first message": (transfer, "np.asarray", lambda: summed(2)),
     "a small sum": (plan, "finish", lambda: summed(1000, "MEAN", np.int64)),
     "a large sum": (plan, "finish", lambda: summed(300_000, "MEAN", np.int64)),
     "a weighted mean": (
