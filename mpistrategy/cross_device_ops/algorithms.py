@@ -53,7 +53,6 @@ from mpistrategy.reduction.reducer import Algorithm
 from mpistrategy.reduction.transfer import (
     CommunicatorRoute,
     Layout,
-    Pack,
     Transfer,
     finish,
     layouts_of,
@@ -487,11 +486,11 @@ class MpiAllReduce(PackedCrossDeviceOps):
 
 def _by_one_rank(ranks: Ranks, op: str, root: int, source: Array, target: Array, *, is_sent: bool) -> None:
     """Combine a pack on `root` by MPI's Reduce; send it to the others where they want it."""
-    if target is not source:
-        target[...] = source
-    ranks.reduce(target, root, op)
+    flat = target.reshape(-1)
+    flat[...] = source
+    ranks.reduce(flat, root, op)
     if is_sent:
-        ranks.bcast(target, root)
+        ranks.bcast(flat, root)
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -569,9 +568,9 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         reduce_to_device: the rank that sums, as a device string such as ``"task:1"``; None means the destination
             where that is a single rank, the same for all values of a batch, else rank 0.
         accumulation_fn: called once for each value on the summing rank, with the list of all ranks' values in rank
-            order; returns one array of the same shape.  None means the sum, in the order that the MPI chooses.
-            MEAN divides by the number of replicas afterwards, whatever the function did.  The summing rank holds all
-            ranks' copies of one value at a time.
+            order, 16-bit floats as float32; returns one array of the same shape.  None means the sum, in the order
+            that the MPI chooses.  MEAN divides by the number of replicas afterwards, whatever the function did.  The
+            summing rank holds all ranks' copies of one value at a time.
 
     Raises:
         DeviceError: for a reduce_to_device that cannot be read.
@@ -618,74 +617,39 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
         if self.accumulation_fn is None:
             return super()._route(ranks, layouts, op, options, destination)
-        one_by_one, root = packs_of(layouts, alone_bytes=0), self._root(ranks, destination)
-        return AccumulationRoute(
-            ranks, one_by_one, op, self.accumulation_fn, root, is_sent=destination.only_rank != root
-        )
+        root = self._root(ranks, destination)
+        put_together = partial(_put_together, ranks, self.accumulation_fn, root, is_sent=destination.only_rank != root)
+        return CommunicatorRoute(ranks, packs_of(layouts, alone_bytes=0), op, "root", put_together)
 
 
-class AccumulationRoute(CommunicatorRoute):
-    """All ranks' copies of a value meet on one rank, where a function of the program's puts them together.
+def _put_together(
+    ranks: Ranks, function: Callable[[list[Array]], object], root: int, source: Array, target: Array, *, is_sent: bool
+) -> None:
+    """Write the function's result for all ranks' copies of a value into `target`, on `root` or on every rank.
 
-    Args:
-        ranks: the ranks that take part.
-        packs: the buffers, one for each value.
-        op: MEAN divides the function's result.
-        function: gets all ranks' arrays in rank order, and returns an array.
-        root: the rank that calls it.
-        is_sent: whether others want the results.
+    The function gets the copies in rank order, in the dtype of the value, and may keep them.
     """
+    shape = (ranks.size if ranks.rank == root else 0, *target.shape)
+    # If the function raises, the other ranks must not wait for its result.
+    copies = ranks.guard.on_all(partial(np.empty, shape, target.dtype))
+    ranks.gatherv(source, [source.size] * ranks.size, copies, root)
+    ranks.guard.on_all(partial(_accumulate, function, copies, target))
+    if is_sent:
+        ranks.bcast(target.reshape(-1), root)
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        packs: tuple[Pack, ...],
-        op: ReduceOp,
-        function: Callable[[list[Array]], object],
-        root: int,
-        *,
-        is_sent: bool,
-    ) -> None:
-        super().__init__(ranks, packs, op, "root")
-        self._function, self._root, self._is_sent = function, root, is_sent
 
-    def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
-        """Return the function's results for all ranks' arrays, value after value."""
-        ranks, results = self._ranks, []
-        count = ranks.size if ranks.rank == self._root else 0
-        for array, (source, result) in zip(arrays, memory, strict=True):
-            # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
-            gathered = ranks.guard.on_all(partial(np.empty, (count, *result.shape), result.dtype))
-            ranks.gatherv(source, [result.size] * ranks.size, gathered, self._root)
-            dtype = result.dtype if result.dtype.kind in "iu" else array.dtype
-            ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
-            if self._is_sent:
-                ranks.bcast(result.reshape(-1), self._root)
-            with np.errstate(all="ignore"):
-                divide_by(self._divisors[result.dtype], result)
-            results.append(result)
-        return results
-
-    def _accumulate(self, gathered: Array, dtype: np.dtype[Any], target: Array) -> None:
-        """Write the function's result for all ranks' copies, which it gets in `dtype`, into `target`."""
-        if not len(gathered):
-            return
-        copies = gathered.astype(dtype, copy=False)
-        result = np.asarray(self._function([copies[rank, ...] for rank in range(len(copies))]))
-        where = "ReductionToOneDevice"
-        if result.shape != target.shape:
-            raise ShapeError.at(
-                where,
-                found=f"shape {result.shape} returned by accumulation_fn",
-                expected=f"the shape {target.shape} of each value",
-            )
-        if not np.can_cast(result.dtype, target.dtype, "same_kind"):
-            raise DTypeError.at(
-                where,
-                found=f"dtype {dtype_name(result.dtype)} returned by accumulation_fn",
-                expected=f"the dtype of each value, {dtype_name(dtype)}",
-            )
-        target[...] = result
+def _accumulate(function: Callable[[list[Array]], object], copies: Array, target: Array) -> None:
+    """Write the function's result for these copies, if there are any, into `target`."""
+    if not len(copies):
+        return
+    result = np.asarray(function([copies[rank, ...] for rank in range(len(copies))]))
+    if result.shape != target.shape or not np.can_cast(result.dtype, target.dtype, "same_kind"):
+        raise (ShapeError if result.shape != target.shape else DTypeError).at(
+            "ReductionToOneDevice",
+            found=f"{dtype_name(result.dtype)}{list(result.shape)} returned by accumulation_fn",
+            expected=f"{dtype_name(target.dtype)}{list(target.shape)}, as each value",
+        )
+    target[...] = result
 
 
 # ------------------------------------------------------------------------------------------------- ordered sums
@@ -779,10 +743,10 @@ class OrderedAllReduce(PackedCrossDeviceOps):
 
 def combine_by_shares(ranks: Ranks, op: str, source: Array, target: Array) -> None:
     """Write the combination of all ranks' `source` into `target`, which may be the same."""
-    memory = ranks.guard.on_all(partial(room_for_shares, ranks, reals(target)))
-    if target is not source:
-        target[...] = source
-    by_shares(ranks, reals(target), memory, lambda rows: combine_ordered([*rows], [*rows], op, 1))
+    flat = target.reshape(-1)
+    memory = ranks.guard.on_all(partial(room_for_shares, ranks, reals(flat)))
+    flat[...] = source
+    by_shares(ranks, reals(flat), memory, lambda rows: combine_ordered([*rows], [*rows], op, 1))
 
 
 @quietly

@@ -320,7 +320,8 @@ def divide(total: Array, count: int | float, out: Array | None = None) -> Array:
 # ------------------------------------------------------------------------------------------------- the communicator
 
 
-#: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
+#: Writes the combination of a source, which is flat, into its target of the same dtype and size, which may have the
+#: source's memory.
 ReducePair = Callable[[Array, Array], None]
 
 
@@ -388,7 +389,7 @@ class CommunicatorRoute(Transfer):
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack, (source, target) in zip(self.packs, memory, strict=True):
             if pack.size:
-                pairs.setdefault(pack.dtype, []).append((source, target.reshape(-1)))
+                pairs.setdefault(pack.dtype, []).append((source, target))
         for dtype, pairs_of_dtype in pairs.items():
             self._combine(dtype, pairs_of_dtype)
         results: list[Any] = [None] * len(arrays)
@@ -399,13 +400,14 @@ class CommunicatorRoute(Transfer):
     def _combine(self, dtype: np.dtype[Any], pairs: Sequence[tuple[Array, Array]]) -> None:
         wire, divisor = self.dtype_between_nodes(dtype), self._divisors[dtype]
         if self._node is not None and self._reduce_pair is None:
-            self._node.run(pairs, self._text, divisor, self._combination)
+            flat_pairs = [(source, target.reshape(-1)) for source, target in pairs]
+            self._node.run(flat_pairs, self._text, divisor, self._combination)
             return
         for source, target in pairs:
             if self._reduce_pair is not None:
                 self._reduce_pair(source, target)
             else:
-                self._ranks.allreduce(target, self._text, source, by_lanes=self._name == "lanes", wire=wire)
+                self._ranks.allreduce(target.reshape(-1), self._text, source, by_lanes=self._name == "lanes", wire=wire)
             divide_by(divisor, target)
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
