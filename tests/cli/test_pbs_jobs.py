@@ -64,7 +64,7 @@ def test_a_job_under_pbs(tmp_path: Path, template: str) -> None:
 @pytest.mark.each_mpi
 def test_a_job_under_pbs_is_told_before_its_time_is_up(tmp_path: Path) -> None:
     """By its own clock, since PBS sends no signal; then it goes on, and is done."""
-    slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": 1, "signal_lead": 55}
+    slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": "0:01:00", "signal_lead": 55}
     status, written = pbs_job(tmp_path, "requeue", **slow)
     assert (status != 0, "the time is nearly up" in written) == (True, True), written
     assert f"the program stopped with status {status}; back to the queue" in written

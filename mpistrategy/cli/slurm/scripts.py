@@ -220,10 +220,8 @@ def _write_header(lines: Lines, template: str, site: Site, file: str) -> None:
         if site.pages:
             notes.append(f"# Not tried on the machine itself; held on {site.checked} against copies of these pages:")
             notes += [f"#   {page.split()[0]}" for page in site.pages]
-        if site.requires:
-            notes.append(f"# {site.name} wants: {', '.join(site.requires)}.")
         at = lines.lines.index("")
-        lines.lines[at:at] = [*notes, *(f"# {line}" for line in site.unchecked)]
+        lines.lines[at:at] = notes
 
 
 def _quoted(text: str) -> str:
