@@ -187,7 +187,6 @@ KEYS = {
         choice("openmpi", "mpich", "intel", "pals"),
         "whose mpiexec starts the ranks: openmpi, mpich, intel, or pals (PBS) [openmpi]",
     ),
-    "bind_to": Key(choice("core", "none"), "what mpiexec binds ranks to [core]"),
     "image": Key(path, "the container image"),
     "mounts": Key(mounts, "folders for the container, FROM:TO, separated by blanks"),
     "archive": Key(path, "the packed environment: a .tar.gz [environment.tar.gz]"),
