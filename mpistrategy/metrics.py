@@ -47,8 +47,8 @@ class _Metric(NamesOurs):
 
     def __repr__(self) -> str:
         # This rank's part: to ask for the result is collective.
-        parts = ", ".join(f"{var.name.rpartition('/')[2]} {float(var._storage):g}" for var in self._variables)
-        return f"<{type(self).__name__} {self._variables[0].name.rpartition('/')[0]!r}, on this rank {parts}>"
+        parts = ", ".join(f"{var.name} {float(var._storage):g}" for var in self._variables)
+        return f"<{type(self).__name__}, on this rank {parts}>"
 
     @property
     def variables(self) -> tuple[Variable, ...]:
