@@ -482,8 +482,8 @@ class TraceError(MpiStrategyError, ValueError):
 class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake of anybody's)
     """Raised on purpose, as MPISTRATEGY_INJECT asks; the other ranks get no message.
 
-    Cause: `MPISTRATEGY_INJECT` or `mpistrategy run --inject` asked for it.
-    Cure: leave them out. See how to make a rank fail (`mpistrategy guide disagreement`).
+    Cause: `MPISTRATEGY_INJECT` asked for it.
+    Cure: leave it out. See how to make a rank fail (`mpistrategy guide disagreement`).
     """
 
 

@@ -272,13 +272,7 @@ def _shape(gradient: Any) -> tuple[int, ...] | None:
 
 def _fit(total: Any, gradient: Any) -> bool:
     """Return whether a gradient may be added to a sum."""
-    if total is None or gradient is None:
-        return True
-    total_shape, gradient_shape = _shape(total), _shape(gradient)
-    rows = [operand.dense_shape is None for operand in (total, gradient) if isinstance(operand, IndexedSlices)]
-    if len(rows) == 2 and any(rows):  # both are IndexedSlices
-        return bool(total.values.shape[1:] == gradient.values.shape[1:])
-    return not any(rows) and total_shape == gradient_shape
+    return total is None or gradient is None or _shape(total) == _shape(gradient)
 
 
 def _sum(total: Any, gradient: Any) -> Any:
@@ -291,8 +285,7 @@ def _sum(total: Any, gradient: Any) -> Any:
             values, indices = [part.values for part in parts], [host_array(part.indices) for part in parts]
             with on_device_of_any(values):
                 joined = np.concatenate([placed_as(array, values[-1]) for array in values])
-            shape = next((part.dense_shape for part in parts if part.dense_shape is not None), None)
-            return IndexedSlices(joined, np.concatenate(indices), shape)
+            return IndexedSlices(joined, np.concatenate(indices), gradient.dense_shape)
         gradient = gradient.to_dense()
     if isinstance(total, IndexedSlices):
         total = total.to_dense()

@@ -11,7 +11,6 @@ import numpy as np
 
 from mpistrategy.arrays.convert import any_array, like_given, reducible
 from mpistrategy.arrays.dtypes import wire_dtype
-from mpistrategy.context import warn_if_alone
 from mpistrategy.errors import ShapeError
 from mpistrategy.objects.settings import checked_count
 from mpistrategy.training.checks import required_context, weights_of_rows
@@ -50,7 +49,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     0.75
     """
     where = "compute_average_loss"
-    replicas = _replicas(where)
+    replicas = required_context(where).strategy.num_replicas_in_sync
     losses = reducible(per_example_loss, where)
     if losses.ndim == 0:
         raise ShapeError.at(where, found="a scalar", expected="one loss for each row", fix="Do not add them up before.")
@@ -84,18 +83,10 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     3.0
     """
     where = "scale_regularization_loss"
-    replicas = _replicas(where)
+    replicas = required_context(where).strategy.num_replicas_in_sync
     loss = reducible(regularization_loss, where)
     dtype = np.dtype(np.float64) if loss.dtype.kind in "iu" else loss.dtype
     return _part(loss, dtype, replicas, regularization_loss)
-
-
-def _replicas(where: str) -> int:
-    """Return how many replicas there are; raise ContextError in cross-replica context."""
-    strategy: Any = required_context(where).strategy
-    warn_if_alone(strategy, where, "was called outside every step", "Call it in the function given to strategy.run.")
-    count: int = strategy.num_replicas_in_sync
-    return count
 
 
 def _part(losses: Any, dtype: np.dtype[Any], count: int, original: Any) -> Any:

@@ -31,27 +31,50 @@ def __dir__() -> list[str]:
 _DTYPE = "Leave it out: metrics add in float64."
 
 
-class Sum(NamesOurs):
+class _Metric(NamesOurs):
+    """What each replica added, in some totals.
+
+    Args:
+        name: a name for messages, equal on all ranks.
+        totals: the names of the totals.
+    """
+
+    _words_of = "Metric"
+
+    def __init__(self, name: str, *totals: str) -> None:
+        context.refuse_outside(type(self).__name__, "a metric")
+        self._variables = tuple(_per_replica_sum(name, total) for total in totals)
+
+    def __repr__(self) -> str:
+        # This rank's part: to ask for the result is collective.
+        parts = ", ".join(f"{var.name} {float(var._storage):g}" for var in self._variables)
+        return f"<{type(self).__name__}, on this rank {parts}>"
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The variables that hold its state; for checkpoints."""
+        return self._variables
+
+    def reset_state(self, *, name: str | None = None) -> None:
+        """Forget everything that was added.  Collective in cross-replica context.
+
+        Args:
+            name: is compared between the ranks instead of the call site.
+        """
+        for total in self._variables:
+            total.assign(0.0, name=name)
+
+
+class Sum(_Metric):
     """The sum of everything that all replicas added.  Create it in `strategy.scope()`.
 
     Args:
         name: a name for messages, equal on all ranks.
     """
 
-    _words_of = "Metric"
-
     @refuses(dtype=_DTYPE)
     def __init__(self, name: str = "sum") -> None:
-        context.refuse_outside(type(self).__name__, "a metric")
-        self._total = _per_replica_sum(name, "total")
-
-    def __repr__(self) -> str:
-        return _in_words(self)
-
-    @property
-    def variables(self) -> tuple[Variable, ...]:
-        """The variables that hold its state; for checkpoints."""
-        return (self._total,)
+        super().__init__(name, "total")
 
     @refuses(values="Write value.", sample_weight="Use Mean, which takes weight.")
     def update_state(self, value: Any) -> None:
@@ -60,7 +83,7 @@ class Sum(NamesOurs):
         Raises:
             LeafError: for a value that is not an array of real numbers.
         """
-        _add(self._total, float(np.sum(_real(value, "Sum.update_state"))))
+        _add(self._variables[0], float(np.sum(_real(value, "Sum.update_state"))))
 
     def result(self, *, name: str | None = None) -> float:
         """Return the sum over all replicas.  Collective in cross-replica context.
@@ -68,39 +91,19 @@ class Sum(NamesOurs):
         Args:
             name: is compared between the ranks instead of the call site.
         """
-        return float(self._total.numpy(name=name))
-
-    def reset_state(self, *, name: str | None = None) -> None:
-        """Set the sum to 0.  Collective in cross-replica context.
-
-        Args:
-            name: is compared between the ranks instead of the call site.
-        """
-        self._total.assign(0.0, name=name)
+        return float(self._variables[0].numpy(name=name))
 
 
-class Mean(NamesOurs):
+class Mean(_Metric):
     """The mean of everything that all replicas added; replicas may add different numbers of elements.
 
     Args:
         name: a name for messages, equal on all ranks.
     """
 
-    _words_of = "Metric"
-
     @refuses(dtype=_DTYPE)
     def __init__(self, name: str = "mean") -> None:
-        context.refuse_outside(type(self).__name__, "a metric")
-        self._total = _per_replica_sum(name, "total")
-        self._count = _per_replica_sum(name, "count")
-
-    def __repr__(self) -> str:
-        return _in_words(self)
-
-    @property
-    def variables(self) -> tuple[Variable, ...]:
-        """The variables that hold its state; for checkpoints."""
-        return (self._total, self._count)
+        super().__init__(name, "total", "count")
 
     @refuses(values="Write value.", sample_weight="Write weight.")
     def update_state(self, value: Any, weight: Any = 1.0) -> None:
@@ -115,15 +118,16 @@ class Mean(NamesOurs):
             LeafError: for a value that is not an array of real numbers.
             ShapeError: for a weight of another shape; nothing has been added then.
         """
+        total, count = self._variables
         if isinstance(value, (float, np.floating)) and isinstance(weight, (float, int)):
-            _add(self._total, float(value) * weight)
-            _add(self._count, float(weight))
+            _add(total, float(value) * weight)
+            _add(count, float(weight))
             return
         where = f"{type(self).__name__}.update_state"
         value, weights = _real(value, where), _real(weight, where)
         weights = np.broadcast_to(weights_of_rows(weights, value.shape, where, "weight"), value.shape)
-        _add(self._total, float(np.sum(value * weights)))
-        _add(self._count, float(np.sum(weights)))
+        _add(total, float(np.sum(value * weights)))
+        _add(count, float(np.sum(weights)))
 
     def result(self, *, name: str | None = None) -> float:
         """Return the weighted mean over all replicas; NaN when nothing was added.  Collective.
@@ -131,17 +135,8 @@ class Mean(NamesOurs):
         Args:
             name: is compared between the ranks instead of the call site.
         """
-        total, count = map(float, self._total._policy("reading a variable").read(self.variables, name))
+        total, count = map(float, self._variables[0]._policy("reading a variable").read(self._variables, name))
         return total / count if count else float("nan")
-
-    def reset_state(self, *, name: str | None = None) -> None:
-        """Forget everything that was added.  Collective in cross-replica context.
-
-        Args:
-            name: is compared between the ranks instead of the call site.
-        """
-        self._total.assign(0.0, name=name)
-        self._count.assign(0.0, name=name)
 
 
 class Accuracy(Mean):
@@ -219,9 +214,3 @@ def _per_replica_sum(metric: str, part: str) -> Variable:
         synchronization=VariableSynchronization.ON_READ,
         aggregation=VariableAggregation.SUM,
     )
-
-
-def _in_words(metric: Sum | Mean) -> str:
-    """Return the name, and this rank's part of the state: to ask for the result is collective."""
-    parts = ", ".join(f"{var.name.rpartition('/')[2]} {float(var._storage):g}" for var in metric.variables)
-    return f"<{type(metric).__name__} {metric.variables[0].name.rpartition('/')[0]!r}, on this rank {parts}>"

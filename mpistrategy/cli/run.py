@@ -19,14 +19,10 @@ from types import ModuleType
 from typing import Any
 
 from mpistrategy.errors import LaunchError, MpiStrategyError
-from mpistrategy.mpi.contract import guard
-from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN
 from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.job.launcher import start
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.objects.text import encoded
-from mpistrategy.telemetry import _start_from_environment
-from mpistrategy.telemetry.tracing import recorder
 
 _WHERE = "mpistrategy run"
 _COULD_NOT = 2
@@ -34,23 +30,10 @@ _COULD_NOT = 2
 STOPPED = 75
 _MOST = 300  # characters of an error's text
 
-#: Options that set an environment variable, which the library reads and checks where it is needed: the variable, what
-#: stands for the value in the help text, and one line for that.
-SETTINGS = {
-    "--check": (guard.CHECK, "LEVEL", "whether calls are compared between nodes: always or off"),
-    "--timeout": (
-        guard.TIMEOUT, "SECONDS", "how long a rank waits in a collective before the job ends, with a roll call"
-    ),
-    "--inject": (PLAN, "PLAN", "make a collective fail, to test how the job reacts"),
-    "--trace": (recorder.VARIABLE, "DIR", "record what the rank does into a folder, for mpistrategy trace"),
-}  # fmt: skip
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mpistrategy run`."""
     parser.usage = "%(prog)s [option ...] (program.py | -m MODULE | -c CODE) [argument ...]"
-    for name, (variable, metavar, summary) in SETTINGS.items():
-        parser.add_argument(name, dest=variable, metavar=metavar, help=f"{summary}; sets {variable}")
     parser.add_argument(
         "--unfinished",
         metavar="FILE",
@@ -67,12 +50,6 @@ def run(options: argparse.Namespace) -> int:
     """Run the program that the options name; it ends as under `python`."""
     if sum(map(bool, (options.module, options.text, options.program))) != 1:
         options.refuse("name one program: program.py, -m MODULE or -c CODE")
-    for variable, _, _ in SETTINGS.values():
-        if (value := getattr(options, variable)) is not None:
-            os.environ[variable] = value
-    if os.environ.get(PLAN) and not HAS_PLAN:  # it must be there when the package is imported
-        os.execv(sys.executable, sys.orig_argv)
-    _start_from_environment()
     _show_stacks_of_crashes()
     unfinished = Unfinished(options.unfinished or "")
     try:

@@ -85,11 +85,9 @@ class DistributedDataset(Generic[E]):
 
     def __iter__(self) -> DistributedIterator[E]:
         is_one_shot = isinstance(self._dataset, Iterator)
-        return DistributedIterator(Walk(self._elements, self._words(), any_ranks=True, is_one_shot=is_one_shot))
-
-    def _words(self) -> str:
         of = self._dataset._describe(epochs=False) if isinstance(self._dataset, Dataset) else "global batches"
-        return f"{of}, drop_remainder={self._drop_remainder}, pad={self._pad}"
+        of += f", drop_remainder={self._drop_remainder}, pad={self._pad}"
+        return DistributedIterator(Walk(self._elements, of, any_ranks=True, is_one_shot=is_one_shot))
 
     def __len__(self) -> int:
         steps = len(self._dataset)  # type: ignore[arg-type]  # a generator has none, and says so

@@ -46,11 +46,9 @@ class Sampler:
     ) -> None:
         check_strategy(strategy, _WHERE)
         self._rank, self._ranks = strategy.extended.communicator.rank, strategy.extended.communicator.size
-        self._rows = checked_count(_WHERE, "data", data if isinstance(data, int) else len(data), least=None)
-        self._seed = checked_count(_WHERE, "seed", seed, least=None)
+        self._rows = checked_count(_WHERE, "data", data if isinstance(data, int) else len(data), least=0)
+        self._seed = checked_count(_WHERE, "seed", seed, least=0)
         self._shuffle, self._pad = checked_switch(_WHERE, "shuffle", shuffle), checked_switch(_WHERE, "pad", pad)
-        if self._rows < 0 or self._seed < 0:
-            raise OptionError.at(_WHERE, found=f"{self._rows} rows, seed={seed}", expected="numbers from 0 on")
         self._epoch = self._done = 0
         #: How many rows had been done when this rank began to read.
         self._start = 0
@@ -62,7 +60,7 @@ class Sampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of another epoch; keep the position if it is the present epoch."""
-        if checked_count("Sampler.set_epoch", "epoch", epoch, least=None) != self._epoch:
+        if checked_count("Sampler.set_epoch", "epoch", epoch, least=0) != self._epoch:
             self._epoch, self._done, self._start = epoch, 0, 0
 
     def __len__(self) -> int:

@@ -3,7 +3,6 @@
 Nothing here sends anything.  Nothing runs until the program asks for it.
 """
 
-import functools
 import os
 
 from mpistrategy.options import is_on
@@ -36,7 +35,6 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-@functools.cache
 def _start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE and MPISTRATEGY_NVTX say so."""
     if folder := os.environ.get(recorder.VARIABLE, ""):

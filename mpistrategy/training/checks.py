@@ -7,6 +7,7 @@ from typing import Any
 from mpistrategy.arrays.convert import host_array, reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.context import warn_if_alone
 from mpistrategy.errors import ContextError, DTypeError, OptionError, ShapeError
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import checked_slices
@@ -14,17 +15,24 @@ from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy, get_replica_context
 from mpistrategy.variables.variable import Variable
 
+_CURE = "Call it in the function given to strategy.run."
+
 
 def required_context(where: str) -> ReplicaContext:
-    """Return the context of the step function that this thread is in; raise ContextError elsewhere."""
+    """Return the context of the step function that this thread is in; raise ContextError in cross-replica context.
+
+    Outside every step it is the context of the default strategy, which leaves out the other ranks: it warns of them.
+    """
     context: ReplicaContext | None = get_replica_context()
     if context is None:
         raise ContextError.at(
             where,
             found="a call in cross-replica context",
             expected="a call in a step function",
-            fix="Call it in the function given to strategy.run.",
+            fix=_CURE,
         )
+    cure = f"{_CURE} Make variables inside strategy.scope()."
+    warn_if_alone(context.strategy, where, "was called outside every step", cure)
     return context
 
 

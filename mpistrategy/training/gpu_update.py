@@ -107,12 +107,7 @@ def table_of(pointers: int) -> np.dtype[Any]:
     """Return the argument: addresses of all arrays; sizes in elements; the first of each variable's blocks."""
     arrays = arrays_of(pointers)
     return np.dtype(
-        {
-            "names": ["addresses", "size", "first"],
-            "formats": [(np.uint64, (pointers, arrays)), (np.uint32, arrays), (np.uint32, arrays)],
-            "offsets": [0, 8 * pointers * arrays, (8 * pointers + 4) * arrays],
-            "itemsize": (8 * pointers + 8) * arrays,
-        }
+        [("addresses", np.uint64, (pointers, arrays)), ("size", np.uint32, arrays), ("first", np.uint32, arrays)]
     )
 
 

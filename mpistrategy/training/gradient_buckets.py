@@ -79,7 +79,6 @@ class GradientBuckets:
         self.op: ReduceOp = op
         #: The parts, in the order in which they are reduced.
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
-        self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket.members}
         self._index = gradients.numbers
         extended = self._strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
@@ -125,10 +124,11 @@ class GradientBuckets:
                 fix="Call apply_gradients(buckets) at the end of each step; after a step that failed, reset().",
             )
         self._ready.add(number)
-        self._missing[self._bucket_of[number]] -= 1
         if self.starts_early:
             # In the order of the buckets: it is the same on all ranks.
-            while len(self._handles) < len(self._buckets) and self._missing[len(self._handles)] == 0:
+            for bucket in self._buckets[len(self._handles) :]:
+                if not self._ready.issuperset(bucket.members):
+                    break
                 self._start_next(context)
 
     def _reduced_early(self, op: ReduceOp, call: Call) -> list[Array] | None:
@@ -161,7 +161,6 @@ class GradientBuckets:
         """Wait for the buckets that have started, and forget them; after a step that failed.  Collective."""
         handles, self._handles = self._handles, []
         self._ready: set[int] = set()
-        self._missing = [len(bucket.members) for bucket in self._buckets]
         for handle in handles:
             handle.wait()
 

@@ -17,7 +17,7 @@ import numpy as np
 from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
-from mpistrategy.context import cross_replica, warn_if_alone
+from mpistrategy.context import cross_replica
 from mpistrategy.errors import NonFiniteWarning, UnsupportedError
 from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
@@ -271,9 +271,6 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         """
         where = f"{type(self).__name__}.apply_gradients"
         strategy: Any = required_context(where).strategy
-        if strategy._is_default:
-            cure = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
-            warn_if_alone(strategy, where, "was called outside every step", cure)
         with Call(strategy.extended.communicator.guard, where, name) as call:
             gradients, plan = find_plan(self._plans, grads_and_vars, strategy, where)
             arrays = plan.ordinary(gradients, where)

@@ -7,7 +7,6 @@ reduction of ordinary gradients, and the update of this rank's copies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,7 @@ _MOST_NAMED = 12
 #: How many plans an optimizer keeps.
 _MOST_PLANS = 32
 _PAIRS = "an iterable of (gradient, variable) pairs"
-_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
-_NONE, _ARRAYS = type(None), {np.ndarray}
+_ARRAYS = {np.ndarray}
 
 
 class StepPlan:
@@ -132,15 +130,15 @@ class StepPlan:
         """
         kinds = {*map(type, gradients)}
         are_cupys = self.is_on_gpu and len(kinds) == 1 and is_cupy(gradients[0])
-        if are_cupys or (self.is_on_host and kinds == _ARRAYS):
-            layouts = zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True)
-            if self.layouts == tuple(layouts):
-                return gradients
+        are_numpys = self.is_on_host and kinds == _ARRAYS
+        if (are_cupys or are_numpys) and self.layouts == tuple([(array.dtype, array.shape) for array in gradients]):
+            return gradients
         arrays = [checked_gradient(*pair, where) for pair in zip(gradients, self.variables, strict=True)]
         if not self.is_on_host or any(isinstance(gradient, Mirrored) for gradient in gradients):
             return None
-        are_plain = all(type(array) is np.ndarray for array in arrays)
-        return arrays if are_plain and [*map(_dtype_of, arrays)] == [*map(_dtype_of, self.variables)] else None
+        pairs = zip(arrays, self.variables, strict=True)
+        are_ordinary = all(type(array) is np.ndarray and array.dtype == var.dtype for array, var in pairs)
+        return arrays if are_ordinary else None
 
 
 def find_plan(
@@ -150,13 +148,8 @@ def find_plan(
     if not isinstance(grads_and_vars, Iterable):
         raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS)
     pairs = list(grads_and_vars)
-    gradients: Sequence[Any] = ()
-    try:
-        gradients, variables = zip(*pairs, strict=True)
-        key = tuple(map(id, variables))  # the plan keeps all of them alive
-        if _NONE in map(type, gradients):
-            key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
-            gradients = [gradient for gradient in gradients if gradient is not None]
+    try:  # the plan keeps all variables alive
+        key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
     except (TypeError, ValueError):
         key = ()  # what are no pairs has no plan
     plan = plans.get(key)
@@ -165,7 +158,7 @@ def find_plan(
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
         plans[key] = plan
-    return gradients, plan
+    return [gradient for gradient, _ in pairs if gradient is not None], plan
 
 
 def _shortened(names: list[str]) -> str:

@@ -27,7 +27,7 @@ BENCH = ["-m", "mpistrategy", "bench"]
 @pytest.mark.slow
 def test_one_array(launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    launch(3, [*BENCH, "--quick", "--seconds", "0.02", "--sizes", "4,4KiB,2MiB", "--json", file]).check()
+    launch(3, [*BENCH, "--quick", "--seconds", "0.02", "--sizes", "4", "4096", "2097152", "--json", file]).check()
     report = json.loads(file.read_text())
     assert [(case["suite"], case["case"], case["reference"]) for case in report["cases"]] == [
         ("all_reduce", size, "mpi4py") for size in ("4 B", "4 KiB", "2 MiB")

@@ -13,7 +13,7 @@ from replicas import RANK, SIZE
 from mpistrategy.cli import main
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
-ARGUMENTS = ["--sizes", "4KiB,64KiB", "--seconds", "0.01"]
+ARGUMENTS = ["--sizes", "4096", "65536", "--seconds", "0.01"]
 
 
 @gpu_here.needs_gpu

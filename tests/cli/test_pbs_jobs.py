@@ -34,8 +34,13 @@ def pbs_job(tmp_path: Path, template: str, **statement: Any) -> tuple[int, str]:
     shutil.copy(ROOT / "slurm" / "example.py", tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
     kind = "openmpi" if launching.IS_OPEN_MPI else "mpich"
-    whole = {"site": "pbs", "mpiexec": kind, "bind_to": "none", "nodes": 1, "tasks_per_node": 2, **statement}
-    (tmp_path / "job").write_text(script(template, whole))
+    whole = {"site": "pbs", "mpiexec": kind, "nodes": 1, "tasks_per_node": 2, **statement}
+    text = (
+        script(template, whole)
+        .replace(":PE=$cpus_per_task", "")
+        .replace('-bind-to core:"$cpus_per_task"', "-bind-to none")
+    )
+    (tmp_path / "job").write_text(text.replace("--bind-to core", "--bind-to none"))  # the tests share the machine
     environment = launching.environment() | {
         "PATH": os.pathsep.join((str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"])),
         "PYTHONPATH": str(ROOT), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(tmp_path), "PBS_ARRAY_INDEX": "2",
@@ -64,7 +69,7 @@ def test_a_job_under_pbs(tmp_path: Path, template: str) -> None:
 @pytest.mark.each_mpi
 def test_a_job_under_pbs_is_told_before_its_time_is_up(tmp_path: Path) -> None:
     """By its own clock, since PBS sends no signal; then it goes on, and is done."""
-    slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": 1, "signal_lead": 55}
+    slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": "0:01:00", "signal_lead": 55}
     status, written = pbs_job(tmp_path, "requeue", **slow)
     assert (status != 0, "the time is nearly up" in written) == (True, True), written
     assert f"the program stopped with status {status}; back to the queue" in written

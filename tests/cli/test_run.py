@@ -100,15 +100,6 @@ def test_a_program_ends_as_by_python(folder: Path, how: str) -> None:
 
 
 @pytest.mark.each_mpi
-def test_options_become_variables(folder: Path) -> None:
-    given = {"INJECT": "rank=2, at=allreduce#17, do=kill", "TRACE": "a folder"}
-    options = [word for name, value in given.items() for word in (f"--{name.lower()}", value)]
-    text = f"import os; print([os.environ['MPISTRATEGY_' + name] for name in {list(given)}])"
-    job = alone(*RUN, *options, "-c", text)
-    assert (job.returncode, job.stdout, job.stderr) == (0, f"{list(given.values())}\n", "")
-
-
-@pytest.mark.each_mpi
 @pytest.mark.parametrize("name", ["SIGQUIT", "SIGSEGV"])
 def test_a_signal_shows_the_stack(folder: Path, name: str) -> None:
     """SIGQUIT, and the program goes on; a signal that kills, and Open MPI catches it and shows its own stack, too."""

@@ -89,7 +89,7 @@ def test_a_job_that_hangs_is_looked_at_from_outside(user: User) -> None:
     (user.folder / "hang.py").write_text(HANGING)
     (user.folder / "hang.sbatch").write_text(
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --output=mpistrategy-%j.out\n"
-        "srun --kill-on-bad-exit=1 python3 -m mpistrategy run --timeout 20 hang.py\n"
+        "MPISTRATEGY_TIMEOUT_SECONDS=20 srun --kill-on-bad-exit=1 python3 -m mpistrategy run hang.py\n"
     )
     job = user.submit("hang.sbatch")
     user.says(job, "now it hangs")

@@ -76,7 +76,7 @@ def test_reprs_say_what_a_user_set_and_how_far_a_thing_is(strategy: ms.MirroredS
         (AdamW(nonfinite="skip"), "AdamW(nonfinite='skip')"),
         (ms.HierarchicalCopyAllReduce(num_packs=2), "HierarchicalCopyAllReduce(num_packs=2)"),
         (accumulator, "<GradientAccumulator with 1 of 3 steps>"),
-        (loss, "<Mean 'loss', on this rank total 4, count 4>"),
+        (loss, "<Mean, on this rank loss/total 4, loss/count 4>"),
         (ms.telemetry.trace("folder"), "Trace(directory='folder')"),
     ):
         assert repr(thing) == text

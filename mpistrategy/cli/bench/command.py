@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import sys
 from collections import Counter
 from contextlib import closing, nullcontext
@@ -36,7 +35,6 @@ SIZES = tuple(4**power for power in range(1, 15))  # 4 B ... 256 MiB
 QUICK_SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 #: For each case, about.
 QUICK_SECONDS, FULL_SECONDS = 1.0, 8.0
-_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 METHOD = (
     "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "
     "case's first row; in brackets the quartiles of the ratios round by round. Every rank rewrites its operand before "
@@ -48,7 +46,7 @@ METHOD = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mpistrategy bench`."""
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; it says how long it will take")
-    parser.add_argument("--sizes", type=sizes, metavar="SIZE,...", help="of one array, e.g. 4,64KiB,1MiB")
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="BYTES", help="of one array: multiples of 4")
     parser.add_argument("--lists", nargs="+", choices=tuple(LISTS), help="of gradients")
     parser.add_argument(
         "--devices",
@@ -177,15 +175,3 @@ def writable(text: str) -> str:
     if path.is_dir() or not os.access(target, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return text
-
-
-def sizes(text: str) -> list[int]:
-    """Read sizes in bytes, each with its unit."""
-    numbers = []
-    for word in text.split(","):
-        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(b?|[kmg](?:ib)?)\s*", word.lower())
-        size = float(parts[1]) * _UNITS[parts[2][:1]] if parts else 0.0
-        if size < 4 or size % 4:
-            raise argparse.ArgumentTypeError(f"{word!r} is not a size; write multiples of 4 bytes as 4, 64KiB or 1MiB")
-        numbers.append(int(size))
-    return numbers

@@ -12,7 +12,7 @@ import time
 import warnings
 from dataclasses import replace
 
-from mpistrategy.cli.doctor import facts, mpich
+from mpistrategy.cli.doctor import cuda_trial, facts, leftovers, mpich, running_job
 from mpistrategy.cli.doctor.checks import examine
 from mpistrategy.cli.doctor.findings import BAD, Facts, Finding, Job, as_json, as_text, parts_of, worst
 from mpistrategy.cli.ranks import Ranks
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--ranks", type=int, default=0, metavar="N", help="how many ranks there should be")
     parser.add_argument(
-        "--timeout", type=positive, default=_SECONDS, metavar="SECONDS", help=f"how long it may take; {_SECONDS:g}"
+        "--timeout", type=float, default=_SECONDS, metavar="SECONDS", help=f"how long it may take; {_SECONDS:g}"
     )
     parser.add_argument(
         "--remove-leftovers",
@@ -49,23 +49,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     hung.add_argument("--pid", type=int, metavar="PID", help="the same of the job of a process of this node")
 
 
-def positive(text: str) -> float:
-    """Read a number above 0."""
-    number = float(text)
-    if not number > 0:
-        raise ValueError
-    return number
-
-
 def run(options: argparse.Namespace) -> int:
     """Examine the job that this process is a rank of, or another one; return the exit status."""
     if options.job or options.pid:
-        from mpistrategy.cli.doctor import running_job
-
         return running_job.run(options)
     if options.remove_leftovers:
-        from mpistrategy.cli.doctor import leftovers
-
         return leftovers.run()
     end = time.monotonic() + options.timeout
     own_facts = facts.of_this_process(os.environ)
@@ -122,8 +110,6 @@ def _meet(options: argparse.Namespace, ranks: Ranks, own_facts: Facts, end: floa
                 job = replace(job, sums_right=ranks.add_up_right())
         except MpiStrategyError as error:  # on all ranks alike
             job = replace(job, untried=str(error))
-    from mpistrategy.cli.doctor import cuda_trial
-
     return replace(job, trial=cuda_trial.try_all(ranks, local_rank, job))
 
 

@@ -13,10 +13,14 @@ from glob import glob
 from pathlib import Path
 from shutil import disk_usage
 
+import numpy as np
+
+from mpistrategy.cli.doctor import cuda_trial, leftovers
 from mpistrategy.cli.doctor.findings import Facts, parts_of
 from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import cuda_aware
+from mpistrategy.mpi.gpu.device_selection import look
 from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.shared_memory.memory_limits import memory
 from mpistrategy.mpi.shared_memory.spin_wait import cores
@@ -58,10 +62,6 @@ _DEVICES = {
 
 def of_this_process(environment: Mapping[str, str]) -> Facts:
     """Return the facts that are known without MPI, from the variables of the process."""
-    import numpy
-
-    from mpistrategy.cli.doctor import leftovers
-
     facts = dict(UNKNOWN)
     claim, room = launcher.claim_in(environment), memory()
     if claim is not None:
@@ -75,7 +75,7 @@ def of_this_process(environment: Mapping[str, str]) -> Facts:
         "host": os.uname().nodename,
         "python": ".".join(map(str, sys.version_info[:3])),
         "mpistrategy": launcher.version(),
-        "numpy": numpy.__version__,
+        "numpy": np.__version__,
         "pmi": offered(environment),
         "cores": own_cores,
         "machine_cores": os.cpu_count() or 1,
@@ -92,9 +92,6 @@ def of_this_process(environment: Mapping[str, str]) -> Facts:
 
 def of_mpi(ranks: Ranks) -> Facts:
     """Return the facts that are known once MPI has started."""
-    from mpistrategy.cli.doctor import cuda_trial
-    from mpistrategy.mpi.gpu.device_selection import look
-
     library, sight = library_name(ranks.version), look()
     refusal: tuple[str, ...] = ()
     try:

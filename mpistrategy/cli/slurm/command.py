@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
-from pathlib import Path
 
 from mpistrategy import own_files
 from mpistrategy.cli.slurm import scripts, sites
@@ -16,6 +16,7 @@ from mpistrategy.errors import OptionError
 from mpistrategy.objects.text import encoded
 
 _WHERE = "mpistrategy slurm"
+_OTHERS = shutil.ignore_patterns("*.md", "__pycache__")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         if options.list:
             print(listing())
         elif options.all is not None:
-            _write_all(Path(options.all), options.force)
+            shutil.copytree(scripts.FOLDER, options.all, dirs_exist_ok=options.force, ignore=_OTHERS)
         elif options.template is not None:
             _render(options)
         else:
@@ -57,9 +58,13 @@ def _render(options: argparse.Namespace) -> None:
     text = scripts.written(options.template, site, settings, file)
     if options.output is None:
         sys.stdout.write(text)
-    else:
-        _check_new(Path(options.output), options.force)
-        _write(Path(options.output), text)
+        return
+    if not options.force and os.path.lexists(options.output):
+        fix = "--force overwrites it."
+        raise OptionError.at(_WHERE, found=f"{options.output}, which is there", expected="a new file", fix=fix)
+    with own_files.whole_file(os.path.realpath(options.output)) as whole:  # behind a link, the file that it names
+        whole.write(encoded(text))
+        os.fchmod(whole.fileno(), 0o644)
 
 
 def listing() -> str:
@@ -72,26 +77,3 @@ def listing() -> str:
     lines += ["", "Sites:"]
     lines += [f"  {name:15}{sites.load(name).summary}" for name in sites.names()]
     return "\n".join(lines)
-
-
-def _write_all(folder: Path, force: bool) -> None:
-    paths = [path for path in sorted(scripts.FOLDER.rglob("*")) if path.suffix in (".sbatch", ".pbs", ".sh", ".py")]
-    files = {folder / path.relative_to(scripts.FOLDER): path for path in paths}
-    for path in files:
-        _check_new(path, force)
-    for path, source in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, source.read_text(encoding="utf-8"), source.stat().st_mode)
-
-
-def _check_new(path: Path, force: bool) -> None:
-    if not force and os.path.lexists(path):
-        fix = "--force overwrites it."
-        raise OptionError.at(_WHERE, found=f"{path}, which is there", expected="a new file", fix=fix)
-
-
-def _write(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file whole or not at all; behind a link, the file that the link names."""
-    with own_files.whole_file(str(path.resolve())) as file:
-        file.write(encoded(text))
-        os.fchmod(file.fileno(), mode & 0o777)

@@ -55,6 +55,7 @@ word: Parse = matching(
 )
 number: Parse = matching(r"[0-9]{1,9}", "a whole number")
 positive_number: Parse = matching(r"0*[1-9][0-9]{0,8}", "a whole number from 1 on")
+time: Parse = matching(r"[0-9]{1,6}:[0-5][0-9]:[0-5][0-9]", "H:MM:SS, as 2:00:00")
 gpus: Parse = matching(
     r"(?:[^\s:\"'\\#$`-][^\s:\"'\\#$`]*:)?[0-9]{1,9}", "a number, or a type and a number such as a100:4"
 )
@@ -72,23 +73,8 @@ def choice(*eligible: str) -> Parse:
     return parse
 
 
-def time(value: object, key: str) -> str:
-    """Return a time limit as HH:MM:SS, which every batch system takes for the same."""
-    text = one_line(value, key)
-    match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,6})(?::(\d\d))?(?::(\d\d))?", text, re.ASCII)
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
-    if text.isdigit():
-        hours, minutes = divmod(hours, 60)
-    whole = ((24 * days + hours) * 60 + minutes) * 60 + seconds
-    two_numbers = re.fullmatch(r"[0-9]+:[0-9][0-9]", text)
-    if two_numbers or not whole:
-        fix = "Slurm takes two numbers for minutes and seconds; write H:MM:SS." if two_numbers else ""
-        refuse(key, value, "minutes, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; more than 0", fix)
-    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}"
-
-
 def in_seconds(limit: str) -> int:
-    """Return the seconds of a limit that `time` has returned."""
+    """Return the seconds of a limit."""
     hours, minutes, seconds = map(int, limit.split(":"))
     return hours * 3600 + minutes * 60 + seconds
 
@@ -171,7 +157,7 @@ KEYS = {
     "cpus_per_task": Key(positive_number, "cores of each rank [1]", "--cpus-per-task={}", "select"),
     "memory": Key(word, "memory of each node, e.g. 64G; 0 for all of it", "--mem={}", "select"),
     "exclusive": Key(choice("true", "false"), "whether no other job may use the nodes", "--exclusive", "place"),
-    "time": Key(time, "time limit: minutes, H:MM:SS or D-HH:MM:SS [00:10:00]", "--time={}", "-l walltime={}"),
+    "time": Key(time, "time limit, as 2:00:00 [00:10:00]", "--time={}", "-l walltime={}"),
     "mail_user": Key(word, "who gets mail about the job", "--mail-user={}", "-M {}"),
     "mail_type": Key(
         choice("NONE", "BEGIN", "END", "FAIL", "ALL"),
@@ -201,7 +187,6 @@ KEYS = {
         choice("openmpi", "mpich", "intel", "pals"),
         "whose mpiexec starts the ranks: openmpi, mpich, intel, or pals (PBS) [openmpi]",
     ),
-    "bind_to": Key(choice("core", "none"), "what mpiexec binds ranks to [core]"),
     "image": Key(path, "the container image"),
     "mounts": Key(mounts, "folders for the container, FROM:TO, separated by blanks"),
     "archive": Key(path, "the packed environment: a .tar.gz [environment.tar.gz]"),

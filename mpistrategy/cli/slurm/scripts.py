@@ -47,18 +47,12 @@ launch+=(-x OMP_NUM_THREADS -x PATH)
 # Each rank gets its cores; on nodes that you share, or with more ranks than cores: -bind-to none
 launch=(mpiexec -f "$PBS_NODEFILE" -n "$ranks" -ppn "$tasks_per_node" -bind-to core:"$cpus_per_task")""",
     "intel": """\
-export I_MPI_PIN_DOMAIN=omp # as many cores for a rank as OMP_NUM_THREADS says
+# Each rank gets as many cores as OMP_NUM_THREADS says; on nodes that you share: export I_MPI_PIN=0
+export I_MPI_PIN_DOMAIN=omp
 launch=(mpiexec -f "$PBS_NODEFILE" -n "$ranks" -ppn "$tasks_per_node")""",
     "pals": """\
 launch=(mpiexec -n "$ranks" --ppn "$tasks_per_node" --depth="$cpus_per_task" --cpu-bind=depth)""",
 }
-_UNBOUND = {
-    "export I_MPI_PIN_DOMAIN=omp # as many cores for a rank as OMP_NUM_THREADS says":
-        "export I_MPI_PIN=0 # no rank is bound to cores",
-    '-bind-to core:"$cpus_per_task"': "-bind-to none",
-    ":PE=$cpus_per_task": "",
-    "--bind-to core": "--bind-to none",
-}  # fmt: skip
 #: The keys whose values are assigned to variables of the same names, where a script has them.
 _ASSIGNED = ("tasks_per_node", "cpus_per_task", "max_restarts", "max_links", "image", "archive", "local")
 _MAIL = {"NONE": "n", "BEGIN": "b", "END": "e", "FAIL": "a", "ALL": "abe"}
@@ -124,7 +118,6 @@ def keys_of(template: str, site: Site) -> list[str]:
         "gpu_option": site.batch == "slurm" and site.gpus > 0,
         "mpi": any(line.startswith("launch=(srun") for line in site.launch or lines.lines),
         "mpiexec": "launch=(mpirun" in text,
-        "bind_to": "launch=(mpirun" in text,
         "mounts": "image=" in text,
         "venv": "bin/activate" in text,
         "arguments": True,
@@ -220,10 +213,8 @@ def _write_header(lines: Lines, template: str, site: Site, file: str) -> None:
         if site.pages:
             notes.append(f"# Not tried on the machine itself; held on {site.checked} against copies of these pages:")
             notes += [f"#   {page.split()[0]}" for page in site.pages]
-        if site.requires:
-            notes.append(f"# {site.name} wants: {', '.join(site.requires)}.")
         at = lines.lines.index("")
-        lines.lines[at:at] = [*notes, *(f"# {line}" for line in site.unchecked)]
+        lines.lines[at:at] = notes
 
 
 def _quoted(text: str) -> str:
@@ -291,12 +282,10 @@ def _write_launch(lines: Lines, site: Site, settings: Mapping[str, str]) -> None
         lines.lines[at] = f"{lines.lines[at][:-1]} --mpi={shlex.quote(settings['mpi'])})"
         if lines.lines[at - 1].startswith("# If every rank"):  # a hint for ranks that say that they are alone
             del lines.lines[at - 1]
-    elif "mpiexec" in settings or "bind_to" in settings:
-        text = _MPIEXEC[settings.get("mpiexec", "openmpi")]
+    elif "mpiexec" in settings:
+        text = _MPIEXEC[settings["mpiexec"]]
         if site.batch == "slurm":  # mpiexec asks Slurm for the nodes
             text = re.sub(r' (-f|--hostfile) "\$PBS_NODEFILE"', "", text)
-        for bound, free in _UNBOUND.items() if settings.get("bind_to") == "none" else ():
-            text = text.replace(bound, free)
         lines.launch(text.splitlines())
 
 

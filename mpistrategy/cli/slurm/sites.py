@@ -23,16 +23,14 @@ class Site:
     Attributes:
         name: as in ``site=NAME``.
         summary: the cluster, in one line.
-        notes: lines of comment for the top of its scripts.
+        notes: lines of comment for the top of its scripts: also keys that it wants, and facts that no page confirms.
         checked: the day on which the profile was held against `pages`; "" for never.
         pages: pages of the centre, each as ``ADDRESS "A SENTENCE OF IT"``: what values of the profile rest on.
-        unchecked: facts that no page confirms, in words.
         batch: "slurm" or "pbs".
         launch: lines of shell that start the ranks; empty for the lines of the script.
         gpus: how many GPUs a node has that this library can use; "0" for none.
         threads_per_core: how many CPUs, as the batch system counts them, are one core.
         templates: the templates that work there; empty for all.
-        requires: keys without which no job is accepted there.
         defaults: values of keys that the statement does not have.
         skip: keys whose directives the site refuses.
         directives: further directives, without ``#SBATCH`` or ``#PBS``.
@@ -44,13 +42,11 @@ class Site:
     notes: tuple[str, ...] = ()
     checked: str = ""
     pages: tuple[str, ...] = ()
-    unchecked: tuple[str, ...] = ()
     batch: str = "slurm"
     launch: tuple[str, ...] = ()
     gpus: int = 64
     threads_per_core: int = 1
     templates: tuple[str, ...] = ()
-    requires: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     skip: tuple[str, ...] = ()
     directives: tuple[str, ...] = ()
@@ -91,7 +87,7 @@ def load(name: object) -> Site:
     site = Site(name=path.stem, **whole)
     if site.batch not in ("slurm", "pbs"):
         raise OptionError.at(where, found=f"batch={site.batch!r}", expected="slurm or pbs")
-    for key in (*site.defaults, *site.requires, *site.skip):
+    for key in (*site.defaults, *site.skip):
         if key not in KEYS:
             raise OptionError.at(where, found=f"an unknown key {key!r}", expected=f"keys out of {', '.join(KEYS)}")
     return site

@@ -22,8 +22,6 @@ def report(timeline: Timeline) -> Iterator[str]:
         yield f"no recording of {ranks_in_words(absent)} of {first['size']}"
     if cut := {recording.header["rank"] for recording in recordings if not recording.is_whole}:
         yield f"not ended in order (killed, or still running): {ranks_in_words(cut)}"
-    if other_files := timeline.other_files:
-        yield f"left out: {other_files} file{'s' * (other_files > 1)} of other runs in the same folder"
     yield from _clocks(timeline)
     yield f"{'rank':>6} {'steps':>8} {'in steps':>12} {'in collectives':>16} {'of it waiting':>15} {'came last':>11}"
     for rank, events in by_rank.items():

@@ -72,12 +72,10 @@ class Timeline:
     Attributes:
         recordings: of its ranks, with times in microseconds since the beginning of the run.
         clocks: how the clocks were read, by their names.
-        other_files: how many recordings of other runs are in the folder.
     """
 
     recordings: list[Recording]
     clocks: dict[str, Clock]
-    other_files: int = 0
 
     def __post_init__(self) -> None:
         everything = [event for recording in self.recordings for event in recording.events]
@@ -115,7 +113,7 @@ def timeline_of(folder: str) -> Timeline:
     Raises:
         TraceError: where the folder has no run that can be read.
     """
-    recordings, other_files = _newest_run(folder)
+    recordings = _newest_run(folder)
     clocks = common_clock(recordings)
     zero = min((e["ts"] + clocks[file.header["clock"]].offset for file in recordings for e in file.events), default=0.0)
     for recording in recordings:
@@ -126,7 +124,7 @@ def timeline_of(folder: str) -> Timeline:
         for event in meeting if len(meeting) > 1 else ():
             waited = max(0.0, min(last["ts"] - event["ts"], event["dur"]))
             event["args"] |= {"waited_us": waited, "last_rank": last["pid"]}
-    return Timeline(recordings, clocks, other_files)
+    return Timeline(recordings, clocks)
 
 
 def meetings_of(recordings: Iterable[Recording]) -> list[list[Event]]:
@@ -165,8 +163,8 @@ def common_clock(recordings: Sequence[Recording]) -> dict[str, Clock]:
 # ------------------------------------------------------------------------------------------- reading recordings
 
 
-def _newest_run(folder: str) -> tuple[list[Recording], int]:
-    """Return the recordings of the newest run in a folder, by rank, and how many others there are."""
+def _newest_run(folder: str) -> list[Recording]:
+    """Return the recordings of the newest run in a folder, by rank."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.startswith(PREFIX) and name.endswith(SUFFIX))
         recordings = [recording for name in names if (recording := read(os.path.join(folder, name))) is not None]
@@ -187,7 +185,7 @@ def _newest_run(folder: str) -> tuple[list[Recording], int]:
     ]
     process = {file.header["rank"]: file.header["process"] for file in candidates}  # of each rank the newest
     run = [file for file in candidates if process[file.header["rank"]] == file.header["process"]]
-    return sorted(run, key=lambda file: (file.header["rank"], file.header["wall_us"])), len(recordings) - len(run)
+    return sorted(run, key=lambda file: (file.header["rank"], file.header["wall_us"]))
 
 
 def read(path: str) -> Recording | None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.one_rank
 
 SITES = [name for name in sites.names() if name != "pbs"]
 KEYS = {"job_name": "j", "account": "a", "partition": "test", "memory": "60G", "exclusive": True, "mail_user": "me"}
-KEYS |= {"mail_type": "END", "output": "log/%j", "modules": "gcc mpi/5", "venv": "~/v", "time": "1-06"}
+KEYS |= {"mail_type": "END", "output": "log/%j", "modules": "gcc mpi/5", "venv": "~/v", "time": "30:00:00"}
 #: The templates, and the statement.
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     **{f"sites/{site}": (sites.load(site).templates or tuple(TEMPLATES), {"site": site}) for site in SITES},
