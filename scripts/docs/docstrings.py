@@ -9,19 +9,9 @@ from typing import Any
 
 import griffe
 
-import mpistrategy
+from mpistrategy.cli.guide import pages
 
-_INNER = [value for name in mpistrategy.__all__ if inspect.ismodule(value := getattr(mpistrategy, name))]
-#: The public names of each public module, with their values.
-API = {
-    module.__name__: {
-        f"{module.__name__}.{name}": getattr(module, name)
-        for name in sorted(module.__all__)
-        if not inspect.ismodule(getattr(module, name))
-    }
-    for module in (mpistrategy, *_INNER)
-}
-PUBLIC = {name: value for values in API.values() for name, value in values.items()}
+PUBLIC = {f"{module}.{name}": value for module, names in pages.public().items() for name, value in names.items()}
 CLASSES = {value: name for name, value in PUBLIC.items() if inspect.isclass(value)}
 #: What a page has a place for: public names, methods and properties.
 PLACES = {*PUBLIC, *(f"{name}.{member}" for kind, name in CLASSES.items() for member in dir(kind))}

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docstrings import API
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -23,6 +22,8 @@ _ELSEWHERE = re.compile(rf"\[([^][]*)\]\((?!https?:|#|{GUIDE})[^)]*\)")
 _OF_LIBRARIES = ("mpistrategy.torch", "mpistrategy.jax")
 _CONSOLE = re.compile(r'<div class="language-(?:console|pycon) highlight">(.*?)</div>', re.DOTALL)
 _COMMAND = re.compile(r"^(?:\$|>>>|\.\.\.) (.*)", re.MULTILINE)
+#: The pages of the API reference, by module.
+_API = {module: [f"{module}.{name}" for name in names] for module, names in pages.public().items()}
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -35,7 +36,7 @@ def on_config(config: MkDocsConfig) -> None:
         if part == "Reference":
             api = [
                 {module: [{name.rpartition(".")[2]: f"api/{name}.md"} for name in names]}
-                for module, names in API.items()
+                for module, names in _API.items()
             ]
             listed.append({"API reference": [*api, *({name: f"api/{name}.md"} for name in _OF_LIBRARIES)]})
         nav.append({part: listed})
@@ -47,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     readme = _ELSEWHERE.sub(r"\1", (ROOT / "README.md").read_text(encoding="utf-8"))
     texts = {"index.md": readme.replace(f"]({GUIDE}", "](")}
     texts |= {f"{name}.md": text for name, text in pages.pages().items()}
-    for documented in (*API.values(), _OF_LIBRARIES):
+    for documented in (*_API.values(), _OF_LIBRARIES):
         texts |= {f"api/{name}.md": f"::: {name}\n" for name in documented}
     for name, text in texts.items():
         if files.get_file_from_path(name) is None:
@@ -55,8 +56,12 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Make links of commands that show a page; the search lists the guide before single names."""
+    """Make links of public names, and of commands that show a page; the search lists the guide before single names."""
     page.meta["search"] = {"boost": 1 if page.file.src_uri.startswith("api/") else 4}
+    if page.file.src_uri == "names.md":
+        first, *tables = markdown.split("\n## ")
+        linked = (re.sub(r"(?m)^\| `(.*?)`", rf"| [`\1`][{each.partition(chr(10))[0]}.\1]", each) for each in tables)
+        return "\n## ".join([first, *linked])
     return re.sub(r"\((`mpistrategy guide\s+([\w-]+)`)\)", r"([\1](\2.md))", markdown)
 
 

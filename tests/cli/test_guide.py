@@ -43,6 +43,7 @@ def test_the_list_has_every_page_with_its_title(capsys: pytest.CaptureFixture[st
 
 
 def test_pages_made_from_the_package_have_names_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"(?m)^\| `ReduceOp` \| \w.+ \|$", said(capsys, "names"))
     assert re.search(r"(?m)^  --timeout SECONDS +how long .*$", said(capsys, "command-line"))
 
 

@@ -1,16 +1,19 @@
 """`mpistrategy guide`: shows a page of the guide or the meaning of an error, lists the pages, and searches them.
 
-Pages are files of the package, or made from the package itself: errors, the command line.
+Pages are files of the package, or made from the package itself: names, errors, the command line.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import importlib.resources
 import inspect
 import re
+from typing import Any
 
+import mpistrategy
 from mpistrategy import errors
 from mpistrategy.cli import main
 from mpistrategy.objects.shown import did_you_mean
@@ -23,9 +26,11 @@ PARTS = {
         *("slurm", "mpi", "gpus", "many-nodes", "diagnose", "tracing", "testing"),
     ),
     "Explain": ("disagreement", "numerics", "performance"),
-    "Reference": ("errors", "environment", "command-line"),
+    "Reference": ("names", "errors", "environment", "command-line"),
     "For developers": ("developers", "changes"),
 }
+#: Where the names of modules are that need another library.
+_ELSEWHERE = "Names of `mpistrategy.torch` and `mpistrategy.jax` are in [torch](torch.md) and [JAX](jax.md)."
 #: So many lines of a page are shown.
 _HITS = 3
 _WHERE = "mpistrategy guide"
@@ -103,7 +108,7 @@ def pages() -> dict[str, str]:
     """Return the Markdown of all pages by name (the file's without `.md`), in the order of the list."""
     files = [file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".md")]
     texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files}
-    texts |= {"errors": _errors(), "command-line": _command_line()}
+    texts |= {"names": _names(), "errors": _errors(), "command-line": _command_line()}
     return {name: texts[name] for names in PARTS.values() for name in names}
 
 
@@ -118,6 +123,35 @@ def classes() -> dict[str, type[BaseException]]:
     return {
         name: value for name, value in values.items() if isinstance(value, type) and issubclass(value, BaseException)
     }
+
+
+def public() -> dict[str, dict[str, Any]]:
+    """Return the public names of each public module, with their values."""
+    inner = [f"mpistrategy.{name}" for name in mpistrategy.__all__ if inspect.ismodule(getattr(mpistrategy, name))]
+    public_names: dict[str, dict[str, Any]] = {}
+    for path in ("mpistrategy", *inner):
+        module = importlib.import_module(path)
+        public_names[path] = {
+            name: getattr(module, name) for name in sorted(module.__all__) if f"{path}.{name}" not in inner
+        }
+    return public_names
+
+
+def _names() -> str:
+    """Return a table for each public module: a name, and the first paragraph of its docstring."""
+    lines = ["# Public names", "", f"Other names are private and change without notice. {_ELSEWHERE}"]
+    for path, values in public().items():
+        lines += ["", f"## {path}", "", "| name | what it is |", "|---|---|"]
+        lines.extend(f"| `{name}` | {_summary(value)} |" for name, value in values.items())
+    return "\n".join(lines)
+
+
+def _summary(value: Any) -> str:
+    """Return the first paragraph of a docstring."""
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return "A constant, or a type for annotations."
+    first = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    return " ".join(first.split()).replace("|", "\\|")
 
 
 def _errors() -> str:
