@@ -52,11 +52,6 @@ class CurrentCall:
     left: float = 0.0
     frame: FrameType | None = None
 
-    def join(self, outer: CurrentCall) -> None:
-        """Take over what the ranks compare of the call that this call is a part of."""
-        self.where, self.place, self.step, self.timeout = outer.where, outer.place, outer.step, outer.timeout
-        self.structure, self.name = outer.structure or self.structure, outer.name or self.name
-
 
 class FlightRecord:
     """The last `LENGTH` collectives of one strategy on this rank; `Call` writes them down.
@@ -67,8 +62,6 @@ class FlightRecord:
         before, times, after: for other processes: an entry's number, when it was entered, and its number once more, at
             the place that is its number modulo `LENGTH`; written in this order.
     """
-
-    __slots__ = ("after", "before", "entries", "number", "times")
 
     def __init__(self) -> None:
         self.entries: deque[CurrentCall] = deque(maxlen=LENGTH)
