@@ -258,11 +258,7 @@ def bind(sights: Sequence[Sight], *, sharing: bool = False) -> tuple[int, ...]:
 def _check_that_all_see(sights: Sequence[Sight]) -> None:
     for rank, sight in enumerate(sights):
         if not sight.gpus:
-            peers = [
-                peer
-                for peer, peer_sight in enumerate(sights)
-                if not peer_sight.gpus and peer_sight.reason == sight.reason
-            ]
+            peers = [peer for peer, peer_sight in enumerate(sights) if peer_sight.reason == sight.reason]
             more = len({sights[peer].host for peer in peers}) - 1
             where = f"{sight.host}{f' and {more} more nodes' if more else ''}"
             raise DeviceError.at(
