@@ -13,7 +13,7 @@ from mpistrategy.options import is_on
 def own_place() -> tuple[int, int]:
     """Return this process's number in its job, and how many processes the job has; asks no MPI, and starts none.
 
-    From the first strategy on MPI on, the numbers are MPI's; before, the launcher's; (0, 1) without
+    Once this package has started MPI, the numbers are MPI's; before, the launcher's; (0, 1) without
     either.  In a simulated replica: its number among the replicas.
     """
     replica = over_threads.replicas_here.get()
