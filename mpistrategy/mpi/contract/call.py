@@ -119,8 +119,7 @@ class Call(CurrentCall):
             guard.break_off(outer.where, KeyboardInterrupt("as the call was left"))
             raise guard.refusal(self.where)
         self._is_in_own_work = guard.since == math.inf
-        self.where, self.place, self.step, self.timeout = outer.where, outer.place, outer.step, outer.timeout
-        self.structure, self.name = outer.structure or self.structure, outer.name or self.name
+        self.join(outer)
         return True
 
     def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -52,6 +52,11 @@ class CurrentCall:
     left: float = 0.0
     frame: FrameType | None = None
 
+    def join(self, outer: CurrentCall) -> None:
+        """Take over what the ranks compare of the call that this call is a part of."""
+        self.where, self.place, self.step, self.timeout = outer.where, outer.place, outer.step, outer.timeout
+        self.structure, self.name = outer.structure or self.structure, outer.name or self.name
+
 
 class FlightRecord:
     """The last `LENGTH` collectives of one strategy on this rank; `Call` writes them down.
