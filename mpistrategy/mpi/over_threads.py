@@ -16,15 +16,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mpistrategy.arrays.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import site_of
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.tuning.thresholds import RouteName
 
 _ENDED = "has come to its end"
 
@@ -122,14 +119,6 @@ class Threads(Ranks, ControlChannel):
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
         communicator = self._turns.allgather(self._communicator, self.rank, object())[0]
         return Threads(self._turns, self.rank, self.node_of, communicator, self.devices)
-
-    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Return "threads", whatever the size."""
-        return "threads"
-
-    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
-        """Return every rank's text, in rank order; `Turns` ends the wait for a thread that has ended."""
-        return self._gathered(text)
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; `Turns` ends the wait for a thread that ended."""

@@ -93,7 +93,7 @@ class MirroredStrategy(Strategy):
         try:
             with Call(ranks.guard, where, called=name) as call:
                 if not isinstance(ranks, Threads):
-                    injection.arm(*ranks.place_in_job)
+                    injection.arm()
                 algorithms, options = (CrossDeviceOps, type(None)), (CommunicationOptions, type(None))
                 checked_type(where, "cross_device_ops", cross_device_ops, algorithms, "a CrossDeviceOps")
                 checked_type(where, "communication_options", communication_options, options, "a CommunicationOptions")
@@ -160,6 +160,6 @@ class OneDeviceStrategy(Strategy):
         pattern = parse(device, "OneDeviceStrategy", "device")
         complete = Device(0, pattern.kind or "CPU", pattern.index or 0)
         check_exists(complete, "OneDeviceStrategy")
-        only = Alone((complete,))
+        only = Alone(devices=(complete,))
         activate(complete, only.guard)
         super().__init__(StrategyExtended(self, only))

@@ -13,14 +13,13 @@ from mpistrategy.options import is_on
 def own_place() -> tuple[int, int]:
     """Return this process's number in its job, and how many processes the job has; asks no MPI, and starts none.
 
-    From the first strategy of several ranks on, the numbers are MPI's; before, the launcher's; (0, 1) without
+    Once this package has started MPI, the numbers are MPI's; before, the launcher's; (0, 1) without
     either.  In a simulated replica: its number among the replicas.
     """
     replica = over_threads.replicas_here.get()
     if replica is not None:
         return replica.rank, replica.size
-    dog = watchdog.in_this_process()
-    if dog is not None:
-        return dog.rank, dog.size
+    if watchdog.here.size:
+        return watchdog.here.rank, watchdog.here.size
     claim = None if is_on(os.environ.get(ALONE, "")) else claim_in(os.environ)
     return (0, 1) if claim is None else (claim.rank, claim.tasks)

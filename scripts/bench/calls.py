@@ -149,8 +149,8 @@ class Sketch:
 def strategy_of(algorithm: Any = None) -> tuple[Any, Any]:
     """Return a strategy of two ranks, both of which are this rank, and its ranks."""
     segment = private_memory(segment_bytes(ROOM)).own_segment
-    boxes = Mailboxes(SharedMemory((segment, segment), 0, True), ROOM, SpinWait(lambda: None))
-    ranks = Alone((Device(0, "CPU", 0), Device(1, "CPU", 0)))
+    boxes = Mailboxes(SharedMemory((segment, segment), 0, True), ROOM, SpinWait(lambda: None).until)
+    ranks = Alone(devices=(Device(0, "CPU", 0), Device(1, "CPU", 0)))
     ranks.size, ranks.node_of, ranks.guard, ranks.mailboxes = 2, (0, 0), Guard(boxes, 0, 2), boxes
 
     class Pair(ms.Strategy):

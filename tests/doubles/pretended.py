@@ -18,7 +18,6 @@ from mpi4py import MPI
 
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.segments import Fence, SharedMemory, no_fence
-from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 # ------------------------------------------------------------------------------------- the making of a strategy
 
@@ -132,12 +131,10 @@ def creation_seconds(ranks: int, local: int, devices: Any = None) -> float:
 # ------------------------------------------------------------------------------------- mailboxes
 
 
-class NoWaiting(Waiting):
+def refuse(numbers: memoryview, value: int) -> None:
     """For mailboxes whose ranks take turns in one thread: nobody may have to wait."""
-
-    def until(self, numbers: memoryview, value: int) -> None:
-        if numbers[0] < value:
-            raise RefusedError
+    if numbers[0] < value:
+        raise RefusedError
 
 
 class RefusedError(Exception):
@@ -147,4 +144,4 @@ class RefusedError(Exception):
 def mailboxes_of(ranks: int, payload: int, fence: Fence = no_fence) -> list[Mailboxes]:
     """Return the mailboxes of ranks whose segments lie one behind the other, as in shared memory."""
     segments = tuple(np.zeros((ranks, segment_bytes(payload)), np.uint8))
-    return [Mailboxes(SharedMemory(segments, rank, True, fence), payload, NoWaiting()) for rank in range(ranks)]
+    return [Mailboxes(SharedMemory(segments, rank, True, fence), payload, refuse) for rank in range(ranks)]

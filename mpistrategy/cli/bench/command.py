@@ -21,7 +21,6 @@ from mpistrategy.cli.bench.cases import LISTS, cases
 from mpistrategy.cli.bench.timing import measure, tell
 from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import DeviceError, LaunchError, OptionError, UnsupportedError
-from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, file_for, library_name, save, trying
 from mpistrategy.objects.shown import time_in_words
 from mpistrategy.objects.text import encoded
@@ -138,7 +137,7 @@ def environment(ranks: Ranks) -> dict[str, Any]:
         "ranks": ranks.size,
         "ranks_on_node": max(nodes.values()),
         "nodes": len(nodes),
-        "cores": len(cores()),
+        "cores": len(os.sched_getaffinity(0)),
         "cpu": next(names, platform.machine()),
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -301,8 +301,8 @@ def cuda_aware(job: Job) -> list[Finding]:
             "library, and MPICH_GPU_SUPPORT_ENABLED=1)"
         )
         return [Finding(name, BAD, f"GPU memory that was given to MPI came back wrong: {trial.reason}", fix)]
-    if trial is not None and trial.outcome == "right":
-        way = path if trial.is_slower else "without NCCL arrays travel by MPI (mpi)"
+    if trial is not None and trial.outcome in ("right", "slower"):
+        way = path if trial.outcome == "slower" else "without NCCL arrays travel by MPI (mpi)"
         return [Finding(name, OK, f"yes, tried: {trial.reason}; {way}")]
     if refused:
         fix = "Faster with NCCL, or an MPI that was built with CUDA: ask for your cluster's module of one"

@@ -23,7 +23,6 @@ from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.gpu.device_selection import look
 from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.shared_memory.memory_limits import memory
-from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.shown import size_in_words
 
@@ -69,7 +68,7 @@ def of_this_process(environment: Mapping[str, str]) -> Facts:
         facts |= {"launcher": claim.launcher, "tasks": claim.tasks, "place": claim.rank, "said": variables}
     if room is not None:
         facts |= {"room_free": room.free, "room_of": f"{room.of}, {size_in_words(room.total)}"}
-    own_cores, gpus_promised = sorted(cores()), environment.get("SLURM_GPUS_ON_NODE", "")
+    own_cores, gpus_promised = sorted(os.sched_getaffinity(0)), environment.get("SLURM_GPUS_ON_NODE", "")
     threads, source = blas_threads(environment, len(own_cores))
     return facts | {
         "host": os.uname().nodename,

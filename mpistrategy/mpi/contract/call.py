@@ -90,17 +90,17 @@ class Call(CurrentCall):
                     observer.entered(guard, self)
             guard.current = self
             if self._called is not None and not isinstance(self._called, str):
-                raise self._refused(
-                    errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
+                raise errors.OptionTypeError.at(
+                    self.where, found=f"name={self._called!r}", expected="a string, or None"
                 )
             if jax_traces.in_jax_trace():  # also inside a call: in a function that the program gave it
-                raise self._refused(jax_traces.refusal(self.where))
+                raise jax_traces.refusal(self.where)
             if outer is None and guard.on_gpu is not None:  # a new thread has GPU 0 as its current one
                 self._enter(guard.on_gpu)
             return self
-        except BaseException:
-            if guard.current is self:  # a signal has come
-                self.__exit__(None, None, None)
+        except BaseException as error:
+            if guard.current is self:
+                self.__exit__(type(error), error, None)
             raise
 
     def _joins(self, guard: Guard, outer: CurrentCall) -> bool:
@@ -127,16 +127,10 @@ class Call(CurrentCall):
             context = on_gpu()
             context.__enter__()
         except Exception as error:  # CuPy's
-            failure = errors.DeviceError.at(
+            raise errors.DeviceError.at(
                 self.where, found=f"a GPU that does not answer ({error})", expected="the GPU that this rank drives"
-            )
-            raise self._refused(failure) from error
+            ) from error
         self._on_gpu = context
-
-    def _refused(self, failure: errors.MpiStrategyError) -> errors.MpiStrategyError:
-        """Leave a call that this rank cannot make, after the other ranks have heard why."""
-        self.__exit__(type(failure), failure, None)
-        return failure
 
     def agree(
         self,
@@ -180,9 +174,15 @@ class Call(CurrentCall):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._fail(error)
-            return
+        try:
+            if error is not None:
+                self.guard.fail(self.where, error)
+                # The program may raise the same object again, in another call.
+                self.guard.reported = error if self._outer is not None else None
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         guard, self.frame = self.guard, None
         guard.current = self._outer
         if self._outer is not None:
@@ -196,15 +196,6 @@ class Call(CurrentCall):
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed
                 on_gpu.__exit__(None, None, None)
-
-    def _fail(self, error: BaseException) -> None:
-        """Leave the call with an error, after the other ranks have heard of it."""
-        try:
-            self.guard.fail(self.where, error)
-        finally:
-            self.__exit__(None, None, None)
-        # The program may raise the same object again, in another call.
-        self.guard.reported = error if self._outer is not None else None
 
 
 def _is_under_way(frame: FrameType | None) -> bool:

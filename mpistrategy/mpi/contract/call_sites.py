@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from threading import main_thread
 from types import CodeType, FrameType
@@ -48,15 +48,10 @@ _step_caller: CodeType | None = None
 _passed_over: list[str] = [_FOLDER]
 
 
-class _OwnFiles(dict[str, bool]):
-    """Whether a file belongs to this package, for the files seen so far."""
-
-    def __missing__(self, name: str) -> bool:
-        self[name] = name.startswith(tuple(_passed_over)) and not name.startswith(_PROGRAMS)
-        return self[name]
-
-
-_own_files = _OwnFiles()
+@cache
+def _is_own(file: str) -> bool:
+    """Return whether a file belongs to this package."""
+    return file.startswith(tuple(_passed_over)) and not file.startswith(_PROGRAMS)
 
 
 def calls_steps(function: Callable[..., Any]) -> None:
@@ -68,12 +63,12 @@ def calls_steps(function: Callable[..., Any]) -> None:
 def pass_over(folder: str) -> None:
     """Take the files in a folder for this package's: their frames are no call sites of the program."""
     _passed_over.append(os.path.join(os.path.abspath(folder), ""))
-    _own_files.clear()
+    _is_own.cache_clear()
 
 
 def outside(frame: FrameType | None) -> FrameType | None:
     """Return the first frame outside this package, from `frame` outwards; None without."""
-    while frame is not None and _own_files[frame.f_code.co_filename]:
+    while frame is not None and _is_own(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -104,7 +99,7 @@ def site_of(frame: FrameType | None) -> Site:
     key: list[int] = []
     while frame is not None:
         code = frame.f_code
-        if not _own_files[code.co_filename]:
+        if not _is_own(code.co_filename):
             frames.append(frame)
             key += (id(code), frame.f_lasti)
             # The caller of a module's own code is Python itself, and may differ between ranks started differently.

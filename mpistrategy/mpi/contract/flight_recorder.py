@@ -68,8 +68,6 @@ class FlightRecord:
             the place that is its number modulo `LENGTH`; written in this order.
     """
 
-    __slots__ = ("after", "before", "entries", "number", "times")
-
     def __init__(self) -> None:
         self.entries: deque[CurrentCall] = deque(maxlen=LENGTH)
         self.number: int = 0

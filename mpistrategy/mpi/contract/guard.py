@@ -151,10 +151,8 @@ class Guard:
         self.timeout: float = expected_limit()
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
-        #: Whether all calls are compared where a comparison costs a message.
+        #: OFF where calls that need no barrier are not compared.
         self.level: str = ALWAYS
-        #: Whether calls that need no barrier are not compared.
-        self.skips: bool = False
         #: The progress of the collectives on this rank's GPU, a `gpu_progress.GpuProgress`; or None.
         self.gpu_progress: Any = None
         #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
@@ -228,8 +226,8 @@ class Guard:
 
         All ranks set the level at the same time.
         """
-        self.level = level
-        self.skips = level == OFF and self._channel is not None and not self._channel.is_free
+        if self._channel is not None and not self._channel.is_free:
+            self.level = level
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, on ranks that have agreed on a call, before its messages.  Collective.
@@ -261,7 +259,7 @@ class Guard:
         if self._channel is None:
             return False
         self.since = time.monotonic()
-        if sparingly and self.skips:
+        if sparingly and self.level == OFF:
             self.agreed = True
             return False
         equal = self._agrees(digest_of(signature) if digest is None else digest, patiently=patiently)
@@ -372,7 +370,7 @@ class Guard:
         if isinstance(error, MpiStrategyError):
             messages = [(report.error, report.text, report.site) for report in reports]
             error._is_printed_elsewhere = messages.index(messages[self.rank]) < self.rank
-        if self.skips and self.give_up is not None and not all(report.error for report in reports):
+        if self.level == OFF and self.give_up is not None and not all(report.error for report in reports):
             # A message that this rank has not received would be taken for the next data.
             self.give_up(error)
 
@@ -402,7 +400,7 @@ class Guard:
             raise error
         if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
             pending, self._pending_error = self._pending_error[0], None
-            if self.skips and self.give_up is not None:
+            if self.level == OFF and self.give_up is not None:
                 self.give_up(pending)  # the other ranks may wait for data that this rank does not send
             sys.stderr.write(f"[rank {self.rank}] waits to tell the other ranks: {error_in_words(pending)}\n")
         if self.broken is not None and time.monotonic() > self._patience_ends:
@@ -448,7 +446,7 @@ class Guard:
             return self.broken.as_error()
         for rank, report in enumerate(reports):
             if report.error:
-                if self.skips:
+                if self.level == OFF:
                     time.sleep(PATIENCE_SECONDS)  # the other rank ends the job
                 named = getattr(errors, report.error, RemoteError)
                 kind = named if isinstance(named, type) and issubclass(named, MpiStrategyError) else RemoteError

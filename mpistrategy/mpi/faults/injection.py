@@ -24,16 +24,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from mpistrategy.errors import InjectedFault, OptionError
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN, PublicCall, all_declared, hooks
-from mpistrategy.mpi.watchdog import reports
+from mpistrategy.mpi.watchdog import reports, watchdog
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _LONGEST_SECONDS = 86400.0
@@ -97,12 +97,8 @@ def _fault(text: str, where: str, size: int) -> Fault:
     )
 
 
-class _Inside(threading.local):
-    depth = 0
-
-
-#: How many declared calls this thread is in; calls inside them are not counted.
-inside: _Inside = _Inside()
+#: Whether this thread is in a declared call; calls inside it are not counted.
+inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 class Armed:
@@ -119,9 +115,9 @@ class Armed:
 
     def call(self, public: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of the program's, or a call in such a call, which does not count."""
-        if inside.depth:
+        if inside.get():
             return public.function(*args, **kwargs)
-        inside.depth += 1
+        token = inside.set(True)
         try:
             self._counts.update(["", public.kind])
             for fault in list(self._pending):
@@ -130,7 +126,7 @@ class Armed:
                     self._begin(fault)
             return public.function(*args, **kwargs)
         finally:
-            inside.depth -= 1
+            inside.reset(token)
 
     def _begin(self, fault: Fault) -> None:
         reports.say(f"injected fault at {call_site().text}: {fault.text}")
@@ -142,11 +138,8 @@ class Armed:
             raise InjectedFault(f"{fault.text}: raised on purpose, as {PLAN} says")
 
 
-def arm(rank: int, size: int) -> None:
+def arm() -> None:
     """Put the plan of the environment in force; do nothing without one, or if one is in force already.
-
-    Args:
-        rank, size: this rank's number in the job, and how many there are.
 
     Raises:
         OptionError: for a malformed plan, or a plan that was set too late.
@@ -154,7 +147,7 @@ def arm(rank: int, size: int) -> None:
     text = os.environ.get(PLAN, "")
     if hooks or not text.strip():
         return
-    armed = Armed(text, rank, size)
+    armed = Armed(text, watchdog.here.rank, watchdog.here.size)
     if not HAS_PLAN:
         raise OptionError.at(
             PLAN, found="a plan that was set after mpistrategy was imported", expected="one that was set before"

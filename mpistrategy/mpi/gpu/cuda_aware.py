@@ -11,14 +11,14 @@ mapped tell which it is.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from mpistrategy import own_files
 from mpistrategy.errors import OptionError
@@ -31,7 +31,8 @@ VARIABLE = "MPISTRATEGY_CUDA_AWARE"
 #: Where the ranks of a trial were.
 Place: TypeAlias = Literal["one node", "several nodes"]
 
-_FORMAT = 3
+#: Of the files: others have other names.
+_FORMAT = "4"
 #: Variables that decide how MPI libraries and the layers below them move memory.
 _SETTINGS = ("UCX_", "OMPI_MCA_", "MPICH_", "FI_", "MV2_USE_CUDA", "MVP_USE_CUDA", "I_MPI_OFFLOAD", "PSP_CUDA")
 #: The variables among them in which a launcher describes the rank.
@@ -72,21 +73,12 @@ class Outcome:
     """The outcome of a trial.
 
     Attributes:
-        outcome: "right", "wrong" (the numbers), or "unverified".
+        outcome: "right", "slower" (right, and slower than through the host), "wrong" (the numbers), or "unverified".
         reason: in words.
-        direct: how many bytes a second are summed by MPI in GPU memory; 0 if unknown.
-        staged: the same through the host.
     """
 
     outcome: str
     reason: str
-    direct: float = 0.0
-    staged: float = 0.0
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether MPI takes longer in GPU memory than through the host."""
-        return 0 < self.direct < self.staged
 
 
 def user_setting() -> bool | None:
@@ -113,11 +105,12 @@ def obstacle(nodes: int) -> str:
     on_one_node = load("one node")
     on_these_nodes = on_one_node if nodes == 1 else load("several nodes")
     for outcome in (on_one_node, on_these_nodes):  # small arrays go by MPI within nodes, too
-        if outcome is not None and outcome.outcome != "right":
+        if outcome is not None and outcome.outcome == "wrong":
             return f"{name}, tried: {outcome.reason}"
     if on_these_nodes is None:
         return f"{name} was not tried with these settings yet{' on several nodes' if nodes > 1 else ''}"
-    return f"{name} is slower than the host: {on_these_nodes.reason}" if on_these_nodes.is_slower else ""
+    is_slower = on_these_nodes.outcome == "slower"
+    return f"{name} is slower than the host: {on_these_nodes.reason}" if is_slower else ""
 
 
 def settings() -> dict[str, str]:
@@ -129,12 +122,11 @@ def settings() -> dict[str, str]:
     }
 
 
-def _record_of(place: Place) -> tuple[Path, dict[str, Any]]:
-    """Return the file with the outcome for this library and these settings, and the fields that identify them."""
-    library, variables = identity(), settings()
-    key = "\0".join([*library, place, *(f"{name}={value}" for name, value in variables.items())])
-    file = kept_file(library_name(library[0]), f"{zlib.crc32(encoded(key)):08x}-gpu")
-    return file, {"format": _FORMAT, "library": list(library), "place": place, "settings": variables}
+def _file_for(place: Place) -> Path:
+    """Return the file with the outcome for this library and these settings."""
+    library = identity()
+    key = "\0".join([_FORMAT, *library, place, *(f"{name}={value}" for name, value in settings().items())])
+    return kept_file(library_name(library[0]), f"{hashlib.sha256(encoded(key)).hexdigest()[:16]}-gpu")
 
 
 def save(place: Place, outcome: Outcome) -> Path:
@@ -143,18 +135,15 @@ def save(place: Place, outcome: Outcome) -> Path:
     Raises:
         OSError: when it cannot be written.
     """
-    file, header = _record_of(place)
-    replace_whole(file, json.dumps(header | asdict(outcome)) + "\n")
+    file = _file_for(place)
+    replace_whole(file, json.dumps(asdict(outcome)) + "\n")
     return file
 
 
 def load(place: Place) -> Outcome | None:
     """Return the outcome for this library and these settings; None without one, or where the file is not understood."""
     with suppress(OSError, ValueError, RecursionError, TypeError, AttributeError, KeyError):
-        file, header = _record_of(place)
-        content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
-        if header.items() <= content.items() and content["outcome"] in ("right", "wrong"):
-            return Outcome(
-                content["outcome"], str(content["reason"]), float(content["direct"]), float(content["staged"])
-            )
+        content = json.loads(own_files.read(str(_file_for(place)), MOST_BYTES).decode())
+        if content["outcome"] in ("right", "slower", "wrong"):
+            return Outcome(content["outcome"], str(content["reason"]))
     return None

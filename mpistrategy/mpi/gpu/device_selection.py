@@ -24,7 +24,6 @@ from mpistrategy.errors import DeviceError, FallbackWarning, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.objects.shown import did_you_mean, ranks_in_words
 
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x"
@@ -125,7 +124,7 @@ def _gpu(runtime: Any, index: int) -> Gpu:
     # Parts of one GPU (MIG) have one place.  CuPy cuts a UUID off at a byte of 0; it may even begin with one.
     uuid: bytes = runtime.getDeviceProperties(index).get("uuid", b"")
     name = f"GPU-{uuid.hex()} at {place}" if uuid else f"{place} on {os.uname().nodename}"
-    return Gpu(name, distance(place, cores()))
+    return Gpu(name, distance(place, os.sched_getaffinity(0)))
 
 
 def distance(pci_bus_id: str, own_cores: Iterable[int], system: str = "/sys") -> int:
@@ -259,11 +258,7 @@ def bind(sights: Sequence[Sight], *, sharing: bool = False) -> tuple[int, ...]:
 def _check_that_all_see(sights: Sequence[Sight]) -> None:
     for rank, sight in enumerate(sights):
         if not sight.gpus:
-            peers = [
-                peer
-                for peer, peer_sight in enumerate(sights)
-                if not peer_sight.gpus and peer_sight.reason == sight.reason
-            ]
+            peers = [peer for peer, peer_sight in enumerate(sights) if peer_sight.reason == sight.reason]
             more = len({sights[peer].host for peer in peers}) - 1
             where = f"{sight.host}{f' and {more} more nodes' if more else ''}"
             raise DeviceError.at(

@@ -58,7 +58,7 @@ def put(buffer: Array, source: Array) -> None:
         buffer[...] = source.reshape(buffer.shape)
 
 
-class Ranks(ABC):
+class Ranks:
     """The ranks of one strategy and the ways to move bytes between them; the defaults fit one rank alone.
 
     Attributes:
@@ -96,7 +96,7 @@ class Ranks(ABC):
         rank: int = 0,
         node_of: Sequence[int] = (0,),
         guard: Guard | None = None,
-        devices: tuple[Device, ...] = (),
+        devices: tuple[Device, ...] = (Device(0, "CPU", 0),),
     ) -> None:
         self.rank: int = rank
         self.size: int = len(node_of)
@@ -117,9 +117,9 @@ class Ranks(ABC):
         value: T = self.made[key]
         return value
 
-    @abstractmethod
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""
+        return "threads" if self.is_simulated else "none"
 
     def _gathered(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order: arrays, lists of arrays, or anything else.
@@ -230,8 +230,13 @@ class Ranks(ABC):
         self.alltoallv(sent, np.multiply(counts, width).tolist(), received, (receive_counts * width).tolist())
         return received, receive_counts.tolist()
 
-    def allgather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in rank order; for descriptions, never for data."""
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
+        """Return every rank's text, in rank order; for descriptions, never for data.
+
+        Args:
+            text: this rank's.
+            look: is called now and then where the others may not come; an exception in it ends the wait.
+        """
         return list(self._gathered(text))
 
     def shared(self, nbytes: int) -> SharedMemory:
@@ -249,10 +254,3 @@ class Ranks(ABC):
 
 class Alone(Ranks):
     """One rank alone: every collective is the identity, and MPI is never started."""
-
-    def __init__(self, devices: tuple[Device, ...] = (Device(0, "CPU", 0),)) -> None:
-        super().__init__(devices=devices)
-
-    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Return "none": nothing moves."""
-        return "none"

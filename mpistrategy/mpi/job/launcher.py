@@ -203,10 +203,7 @@ def refusal_of_child(where: str, claim: Claim) -> LaunchError | None:
     program under srun tells MPI nothing.  A launcher that a rank has started is the parent of its own ranks.
     """
     is_single = claim.tasks == 1 and claim.variables[0].startswith("SLURM_")
-    main = sys.modules.get("__mp_main__")  # where multiprocessing imports the program; elsewhere a name of __main__
-    is_worker = (main is not None and main.__name__ == "__mp_main__") or any(
-        "from multiprocessing." in word for word in sys.orig_argv
-    )
+    is_worker = any("from multiprocessing." in word for word in sys.orig_argv)
     is_child = is_worker or os.environ.get(_RANK_PROCESS) == str(os.getppid())
     if is_single or is_on(os.environ.get(ALONE, "")) or not is_child:
         return None

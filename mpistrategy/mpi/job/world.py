@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -50,6 +50,10 @@ _LONGEST_HEAD = 200
 
 _PID, _RANK, _SIZE = os.getpid(), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 reports.title = f"[rank {_RANK}/{_SIZE}] "
+watchdog.here.rank, watchdog.here.size = _RANK, _SIZE
+# Hydra, MPICH's and Intel MPI's launcher, takes the status of any killed rank for the status of the job.
+if MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+    watchdog.here.end = MPI.COMM_WORLD.Abort
 #: The guards that are watched in this process, with the functions that free them.
 _open: dict[Guard, Callable[[], None]] = {}
 #: What to write instead, by words of another library's ValueError: its note, if nobody catches it.
@@ -77,8 +81,12 @@ def _begin() -> None:
 
 
 def forget(guard: Guard) -> None:
-    """Say no goodbye to the peers of `guard`: its communicator is closed.  After the last one errors are Python's."""
+    """Say no goodbye to the peers of `guard`, whose communicator is closed, and watch it no longer.
+
+    After the last one errors are Python's.
+    """
     _open.pop(guard, None)
+    watchdog.here.remove(guard)
 
 
 def _ends_the_job() -> bool:
@@ -185,7 +193,7 @@ def _say_goodbye() -> None:
         _end_with(status)
     for guard, free in list(_open.items()):
         if guard.is_broken or guard.is_in_background:  # messages may be under way
-            watchdog.forget(guard)
+            watchdog.here.remove(guard)
         else:
             free()
 
@@ -276,11 +284,7 @@ def watch_waiting(comm: MPI.Intracomm, guard: Guard, memory: SharedMemory, node_
         path: the path of the run directory; the first rank warns if it cannot be written.
     """
     ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
-    # Hydra, MPICH's and Intel MPI's launcher, takes the status of any killed rank for the status of the job.
-    by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    if watchdog.running is None:
-        watchdog.running = watchdog.Watchdog(_RANK, _SIZE, MPI.COMM_WORLD.Abort if by_hydra else None)
-    watchdog.running.add(watchdog.Group(guard, memory, ranks, node_of, path))
+    watchdog.here.add(watchdog.Group(guard, memory, ranks, node_of, path))
 
 
 def watch_program() -> int:
@@ -306,29 +310,19 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     ranks = ranks_of(comm)
     if ranks.size > 1 and os.getpid() != _PID:
         raise refusal_of_child(where)
-    # From here on this rank's end ends the job: the others wait for it, and this guard of one rank tells nobody.
-    job_guard = Guard()
-    watch(job_guard)
-    try:
-        with _meeting(ranks, where) if ranks.size > 1 and _SIZE > 1 else nullcontext():
-            yield
-    except Exception as error:
-        if job_guard.give_up is not None and not isinstance(error, MpiStrategyError):
-            job_guard.give_up(error)
-        forget(job_guard)
-        raise
-    forget(job_guard)
-
-
-@contextmanager
-def _meeting(ranks: MPI.Intracomm, where: str) -> Iterator[None]:
     guard = Guard(None, ranks.rank, ranks.size)
-    watch_waiting(ranks, guard, private_memory(status_board.BYTES), [0] * ranks.size, new_path())
+    watch(guard)
     try:
+        if ranks.size > 1 and _SIZE > 1:
+            watch_waiting(ranks, guard, private_memory(status_board.BYTES), [0] * ranks.size, new_path())
         with Call(guard, where, anywhere=True):
             # So that an error can interrupt it: MPI's own collectives cannot be interrupted.
             request = ranks.Ibarrier()
             wait_patiently(lambda: request.Test() or None, guard.look)
             yield
+    except BaseException as error:  # the others wait for this rank, and nothing tells them
+        if guard.give_up is not None and not isinstance(error, MpiStrategyError):
+            guard.give_up(error)
+        raise
     finally:
-        watchdog.forget(guard)
+        forget(guard)

@@ -35,7 +35,6 @@ from mpistrategy.mpi.shared_memory.node_sum import (
     share,
 )
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
-from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 #: Larger buffers go in pieces of this.
 PIECE_BYTES = 4 * 2**20
@@ -69,7 +68,7 @@ def across_nodes(communicator: Ranks) -> Lanes:
     return communicator.once(Lanes, partial(Lanes, communicator))
 
 
-class Lanes(Freed, Waiting):
+class Lanes(Freed):
     """The state of the two-level all-reduce; made once for a communicator.  Collective.
 
     Each rank of a node has a part of the data, which it exchanges with its counterparts: the ranks that have this part
@@ -90,7 +89,7 @@ class Lanes(Freed, Waiting):
             memory = communicator.shared(segment_bytes(piece_bytes_for(communicator.local_size)))
         self._part, self._parts = memory.local_rank, len(memory.segments)
         self.piece_bytes: int = piece_bytes_for(self._parts)
-        self.node_sum: NodeSum | None = NodeSum(memory, self.piece_bytes, self) if memory.is_shared else None
+        self.node_sum: NodeSum | None = NodeSum(memory, self.piece_bytes, self._until) if memory.is_shared else None
         by_node = np.argsort(communicator.node_of, kind="stable").reshape(-1, self._parts)
         counterparts = by_node[:, self._part].tolist()
         self.link: Any = communicator.link(counterparts) if len(counterparts) > 1 else None
@@ -176,8 +175,7 @@ class Lanes(Freed, Waiting):
         if self.link is not None:
             self.link.Free()
 
-    def until(self, numbers: memoryview, value: int) -> None:
-        """Return when ``numbers[0] >= value``, and let messages between the nodes move on meanwhile."""
+    def _until(self, numbers: memoryview, value: int) -> None:
         self.wait(lambda: bool(numbers[0] >= value))
 
     def wait(self, ready: Callable[[], bool]) -> None:

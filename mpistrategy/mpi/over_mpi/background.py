@@ -157,7 +157,7 @@ class Background(Freed):
             self.communicator.progress()
 
     def _run(self) -> None:
-        injection.inside.depth = 1  # planned faults count the calls when they are started
+        injection.inside.set(True)  # planned faults count the calls when they are started
         while (entry := self._jobs.get()) is not None:
             job, work = entry
             try:

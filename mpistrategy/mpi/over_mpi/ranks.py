@@ -7,6 +7,7 @@ nothing is pickled.
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -36,9 +37,9 @@ from mpistrategy.mpi.shared_memory.segments import (
     private_memory,
     share,
 )
-from mpistrategy.mpi.shared_memory.spin_wait import SpinWait, cores
+from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds, agreed, library_name
-from mpistrategy.mpi.watchdog import status_board, watchdog
+from mpistrategy.mpi.watchdog import status_board
 from mpistrategy.mpi.watchdog.run_directory import new_path
 
 #: The tag of an exchange of uneven parts.
@@ -83,13 +84,13 @@ class MpiRanks(Ranks):
                 expected="fewer strategies at a time",
                 fix="Call close() on those that are done with, or use `with MirroredStrategy() as strategy:`.",
             ) from error
-        self._control = MpiControlChannel(comm) if comm.size > 1 else None
+        self._control = MpiControlChannel(comm)
         inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED) if node_key is None else self._comm.Split(node_key)
         first_of_node = np.array([comm.rank])
         inside.Bcast(first_of_node, 0)
         inside.Free()
         leader = int(first_of_node[0])
-        own_text = json.dumps((leader, sorted(cores()), new_path() if comm.rank == 0 else ""))
+        own_text = json.dumps((leader, sorted(os.sched_getaffinity(0)), new_path() if comm.rank == 0 else ""))
         lines = [text.split("\n") for text in self.allgather_text(f"{launcher.versions()}\n{own_text}")]
         launcher.check_versions([line[0] for line in lines])  # first: other versions may say more, or less
         leaders, cores_of_rank, paths = zip(*[json.loads(line[1]) for line in lines], strict=True)
@@ -104,11 +105,9 @@ class MpiRanks(Ranks):
         #: How many bytes one MPI call adds up: between nodes pieces cost messages.
         self.piece_bytes: int = 2**20 if self.nodes == 1 else 2**26
         self.may_use_threads: bool = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        #: This rank's number in the job, and the number of ranks there.
-        self.place_in_job: tuple[int, int] = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
         memory, channel = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
-        if self._control is not None and channel is self._control:
+        if channel is self._control:
             self.has_equal_sums: bool = self._control.has_equal_sums(self._comm)
             if self.has_equal_sums:
                 self.first_message: ControlChannel | None = self._control
@@ -132,7 +131,6 @@ class MpiRanks(Ranks):
 
         Returns the memory of the watchdog's status board, and the channel on which the ranks compare their calls.
         """
-        assert self._control is not None
         if not self.shares_memory:
             board, _ = share(status_board.BYTES, self, _memory_fence(), sparing=True)  # `doctor` looks from outside
             return board, self._control
@@ -147,12 +145,12 @@ class MpiRanks(Ranks):
         self.node_sum: NodeSum | None = NodeSum(
             part(memory, segment_bytes(cell_bytes)),
             chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes),
-            wait(),
+            wait().until,
             partial(self.shared, sparing=True),
         )
         if self.nodes > 1:
             return board, self._control
-        self.mailboxes: Mailboxes | None = Mailboxes(memory, cell_bytes, wait(), self._control)
+        self.mailboxes: Mailboxes | None = Mailboxes(memory, cell_bytes, wait().until, self._control)
         return board, self.mailboxes
 
     def shared(self, nbytes: int, *, sparing: bool = False) -> SharedMemory:
@@ -175,12 +173,10 @@ class MpiRanks(Ranks):
             )
         return memory
 
-    def allgather_text(self, text: str) -> list[str]:
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order."""
-        if self._control is None:
-            return [text]
         self._meet()
-        return self._control.allgather_text(text, None if self.mailboxes is None else self.guard.look)
+        return self._control.allgather_text(text, look if self.mailboxes is None else self.guard.look)
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
@@ -216,12 +212,10 @@ class MpiRanks(Ranks):
                 if isinstance(value, Freed):
                     value.free()
             self.guard.closed = True
-            if self._control is not None:
-                self._control.close()
+            self._control.close()
             self._comm.Free()
         if not is_lost or not self.guard.is_untold:  # else the others hear of it when the program ends
             world.forget(self.guard)
-            watchdog.forget(self.guard)
 
     # ----------------------------------------------------------------------------------------- collectives
 

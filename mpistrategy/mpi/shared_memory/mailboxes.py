@@ -21,7 +21,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.shared_memory.segments import Fence, SharedMemory, aligned
-from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.mpi.shared_memory.spin_wait import WaitUntil
 
 _NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
 #: From so many ranks on a step for the arrays of all of them takes less time than a loop.
@@ -55,7 +55,7 @@ class Mailboxes(ControlChannel):
     Args:
         memory: `segment_bytes(payload_bytes)` for each rank, zeroed.
         payload_bytes: how much data a mailbox can hold.
-        waiting: how to wait for a peer.
+        wait_until: how to wait for a peer.
         control: carries texts.
 
     Attributes:
@@ -65,18 +65,18 @@ class Mailboxes(ControlChannel):
     """
 
     def __init__(
-        self, memory: SharedMemory, payload_bytes: int, waiting: Waiting, control: ControlChannel | None = None
+        self, memory: SharedMemory, payload_bytes: int, wait_until: WaitUntil, control: ControlChannel | None = None
     ) -> None:
         self.payload_bytes = payload_bytes
         self.sequence: int = 0
         self.fence: Fence = memory.fence
-        self.waiting = waiting
+        self.wait_until = wait_until
         self.local_rank: int = memory.local_rank
         self.size: int = len(memory.segments)
         self.slots: tuple[MailboxSlot, ...] = tuple(
             self._slot(memory, index * aligned(_NUMBERS + payload_bytes)) for index in (0, 1)
         )
-        self._digest, self._control = 0, control
+        self._control = control
 
     def _slot(self, memory: SharedMemory, start: int) -> MailboxSlot:
         numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
@@ -96,7 +96,7 @@ class Mailboxes(ControlChannel):
         sequence, fence = self.sequence, self.fence
         for peer in self.slots[sequence & 1].peers:
             if peer[0] != sequence:
-                self.waiting.until(peer, sequence)
+                self.wait_until(peer, sequence)
             fence()
             if peer[1] != digest:
                 return False
@@ -104,7 +104,6 @@ class Mailboxes(ControlChannel):
 
     def start(self, digest: int) -> None:
         """Show the peers this rank's digest and its mailbox, and do not wait for theirs."""
-        self._digest = digest
         self.sequence += 1
         own_numbers = self.slots[self.sequence & 1].own_numbers
         own_numbers[1] = digest
@@ -113,11 +112,11 @@ class Mailboxes(ControlChannel):
 
     def finished(self) -> bool | None:
         """Return whether all digests are equal after `start`, or None while ranks are missing."""
-        peers = self.slots[self.sequence & 1].peers
-        if any(peer[0] != self.sequence for peer in peers):
+        slot = self.slots[self.sequence & 1]
+        if any(peer[0] != self.sequence for peer in slot.peers):
             return None
         self.fence()
-        return all(peer[1] == self._digest for peer in peers)
+        return all(peer[1] == slot.own_numbers[1] for peer in slot.peers)
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         assert self._control is not None

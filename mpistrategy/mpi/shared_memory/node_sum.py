@@ -23,7 +23,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quietly
 from mpistrategy.mpi.shared_memory import mailboxes
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
-from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting
+from mpistrategy.mpi.shared_memory.spin_wait import Counter, WaitUntil
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 _COUNTERS = 4
@@ -218,7 +218,7 @@ class NodeSum:
     Args:
         memory: `segment_bytes(chunk_bytes)` for each rank, zeroed.
         chunk_bytes: the size of a chunk, of `chunk_bytes_for`.
-        waiting: how to wait for a peer.
+        wait_until: how to wait for a peer.
         more: returns so many bytes more for each rank, of its own where they cannot be shared; collective.  Without it
             large arrays go in chunks, too.
     """
@@ -227,13 +227,13 @@ class NodeSum:
         self,
         memory: SharedMemory,
         chunk_bytes: int,
-        waiting: Waiting,
+        wait_until: WaitUntil,
         more: Callable[[int], SharedMemory] | None = None,
     ) -> None:
         self.local_rank: int = memory.local_rank
         self.size: int = len(memory.segments)
         self.chunk_bytes: int = chunk_bytes
-        self._waiting = waiting
+        self._wait_until = wait_until
         self._sent_chunks, self._summed_chunks, self._arrivals, self._block_numbers = (
             Counter(memory, line) for line in range(_COUNTERS)
         )
@@ -242,14 +242,12 @@ class NodeSum:
         #: By buffer the ranks' operands, then by buffer their results; one array for each rank.
         self._parts = [[segment[begin:][:chunk_bytes] for segment in memory.segments] for begin in begins]
         self._typed: dict[np.dtype[Any], list[list[Array]]] = {}
-        self._begun_chunks = 0
-        self._barriers = 0
 
     def barrier(self) -> None:
         """Wait for all ranks of the node; their earlier writes can be read after it."""
-        self._barriers += 1
-        self._arrivals.tell(self._barriers)
-        self._wait_for(self._arrivals, self._barriers)
+        number = self._arrivals.own_number[0] + 1
+        self._arrivals.tell(number)
+        self._wait_for(self._arrivals, number)
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return memory for a result, a target of `run`."""
@@ -304,12 +302,11 @@ class NodeSum:
         exchange: Exchange | None,
     ) -> Halves:
         """Add up this rank's share of a chunk; then copy out the shares of all ranks."""
-        me, count, number = self.local_rank, source.size, self._begun_chunks + 1
+        me, count, number = self.local_rank, source.size, self._sent_chunks.own_number[0] + 1
         operands, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
         borders = [share(count, rank, self.size, source.itemsize) for rank in range(self.size)]
         begin, end = borders[me]
         operands[me][:begin], operands[me][end:count] = source[:begin], source[end:]
-        self._begun_chunks = number
         self._sent_chunks.tell(number)
         self._wait_for(self._sent_chunks, number)
         total = results[me][begin:end]
@@ -354,7 +351,7 @@ class NodeSum:
     def _wait_for(self, counter: Counter, number: int) -> None:
         for peer_number in counter.numbers:
             if peer_number[0] < number:
-                self._waiting.until(peer_number, number)
+                self._wait_until(peer_number, number)
         counter.fence()
 
 

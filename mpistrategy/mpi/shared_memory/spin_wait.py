@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, Fence, SharedMemory
 
@@ -14,11 +13,6 @@ from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, Fence, SharedMemor
 _FEWEST_LOOKS, _MOST_LOOKS = 64, 4096
 _POLITE_AFTER_SECONDS = 3e-3
 _NAP_SECONDS = 2e-5
-
-
-def cores() -> set[int]:
-    """Return the numbers of the cores that this process may use; launchers often leave a rank only one."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 class Counter:
@@ -29,6 +23,10 @@ class Counter:
     Args:
         memory: zeroed; counters are at its beginning, a cache line (`ALIGNMENT`) each.
         line: the index of this counter among them.
+
+    Attributes:
+        numbers: of the ranks, by local rank.
+        own_number: the one of this rank.
     """
 
     def __init__(self, memory: SharedMemory, line: int) -> None:
@@ -36,27 +34,20 @@ class Counter:
             segment[line * ALIGNMENT :][:8].data.cast("B").cast("q") for segment in memory.segments
         ]
         self.fence: Fence = memory.fence
-        self._own_number = self.numbers[memory.local_rank]
+        self.own_number: memoryview[int] = self.numbers[memory.local_rank]
 
     def tell(self, number: int) -> None:
         """Show the peers that this rank has come to `number`."""
         self.fence()
-        self._own_number[0] = number
+        self.own_number[0] = number
 
 
-class Waiting(ABC):
-    """How to wait for a number of a peer."""
-
-    @abstractmethod
-    def until(self, numbers: memoryview, value: int) -> None:
-        """Return when ``numbers[0] >= value``; the writer only ever raises it.
-
-        Raises:
-            RemoteError: when the writer has failed.
-        """
+#: ``wait_until(numbers, value)`` waits for a number of a peer, which only ever raises it, and returns when
+#: ``numbers[0] >= value``; it raises RemoteError when the peer has failed.
+WaitUntil: TypeAlias = Callable[[memoryview, int], None]
 
 
-class SpinWait(Waiting):
+class SpinWait:
     """Waits with no messages under way.
 
     First it only looks (a peer that is on its way comes within microseconds), then it gives its core away between two
@@ -78,6 +69,7 @@ class SpinWait(Waiting):
         self._look = look
 
     def until(self, numbers: memoryview, value: int) -> None:
+        """Wait; see `WaitUntil`."""
         for _ in range(self._looks):
             if numbers[0] >= value:
                 self._looks = min(2 * self._looks, self._most)

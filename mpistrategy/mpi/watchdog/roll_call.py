@@ -112,7 +112,7 @@ def as_data(statuses: Sequence[RankStatus]) -> dict[int, dict[str, object]]:
             "process": status.process,
             "signal": status.signal,
         }
-        for status in sorted(statuses, key=lambda status: status.rank)
+        for status in statuses
     }
 
 

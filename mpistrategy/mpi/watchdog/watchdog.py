@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, replace
 from typing import Any, NoReturn
 
@@ -172,18 +172,18 @@ class Group:
 class Watchdog:
     """Watches over the collectives of this process.
 
-    Args:
-        rank: this process's number in the job.
-        size: how many there are.
+    Attributes:
+        rank: this process's number in the job, once MPI has said it.
+        size: how many there are; 0 before.
         end: ends the job with a status, where the launcher would otherwise report another status; may hang.
+        groups: the communicators that are watched; none in a forked child.
     """
 
-    def __init__(self, rank: int, size: int, end: Callable[[int], object] | None = None) -> None:
-        self._end = end
-        self.rank = rank
-        self.size = size
-        self.pid: int = os.getpid()
-        #: The communicators that are watched.
+    rank: int = 0
+    size: int = 0
+    end: Callable[[int], object] | None = None
+
+    def __init__(self) -> None:
         self.groups: dict[Guard, Group] = {}
         #: Until when this rank is busy, as the peers know; and since when this process runs again.
         self._expected = self._resumed = 0.0
@@ -204,10 +204,10 @@ class Watchdog:
     def remove(self, guard: Guard) -> None:
         """Stop watching the communicator of `guard`; the thread ends after the last one."""
         group = self.groups.pop(guard, None)
-        self._changed.set()
-        if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_END_SECONDS)
         if group is not None:
+            self._changed.set()
+            if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
+                self._thread.join(_END_SECONDS)
             group.directory.show("")
 
     @contextmanager
@@ -225,10 +225,9 @@ class Watchdog:
         self._set_expected(max(self._expected, time.monotonic()))
 
     def _set_expected(self, until: float) -> None:
-        if os.getpid() == self.pid:  # a forked child sees the board, too, but must not write there
-            self._expected = until
-            for group in list(self.groups.values()):
-                group.board.put("expected", until)
+        self._expected = until
+        for group in list(self.groups.values()):
+            group.board.put("expected", until)
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -274,7 +273,7 @@ class Watchdog:
         waited, limit = max(waits, key=lambda wait: wait[0] / wait[1], default=(0.0, math.inf))
         text = local_process.now_doing(group.guard for group in groups)
         for group in groups:
-            group.board.write(RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text))
+            group.board.write(RankStatus(self.rank, os.getpid(), stack_signal, now, waited, limit, text))
 
     # ------------------------------------------------------------------------------------------------------- the alarm
 
@@ -297,7 +296,7 @@ class Watchdog:
             self._end_job(1)
 
     def _end_job(self, status: int) -> NoReturn:
-        if (end := self._end) is not None:
+        if (end := self.end) is not None:
             reports.in_time(lambda: end(status), None, _END_SECONDS)
         os._exit(status)
 
@@ -397,28 +396,17 @@ def _until(ready: Callable[[], bool], end: float) -> bool:
     return is_ready
 
 
-#: The watchdog of this process, or of the process that has forked it; or None.
-running: Watchdog | None = None
+#: The watchdog of this process.
+here: Watchdog = Watchdog()
+os.register_at_fork(after_in_child=here.groups.clear)
 #: The signal that makes this process print its stacks, whatever it is doing; 0 without one.
 stack_signal = 0
 
 
-def in_this_process() -> Watchdog | None:
-    """Return the watchdog of this process, if it has one: from the first communicator of several ranks on."""
-    return running if running is not None and running.pid == os.getpid() else None
-
-
-def forget(guard: Guard) -> None:
-    """Stop watching the communicator of `guard`."""
-    if (watchdog := in_this_process()) is not None:  # the files are not a forked child's
-        watchdog.remove(guard)
-
-
 def expect_long(seconds: Any, where: str) -> AbstractContextManager[None]:
-    """Do `Watchdog.expect`, if there is one.
+    """Do `Watchdog.expect`.
 
     Raises:
         OptionTypeError, OptionError: for anything but a number of seconds above 0.
     """
-    checked = checked_number(where, "seconds", seconds, "a number above 0", positive)
-    return nullcontext() if running is None else running.expect(checked)
+    return here.expect(checked_number(where, "seconds", seconds, "a number above 0", positive))

@@ -246,8 +246,7 @@ def _about_call(guard: Guard, call: CurrentCall) -> dict[str, Any]:
 
 def _group_of(guard: Guard) -> str:
     """Return a name of the ranks of `guard`, equal on all these ranks and unique to the strategy; "" for one rank."""
-    dog = watchdog.in_this_process()
-    watched = None if dog is None else dog.groups.get(guard)
+    watched = watchdog.here.groups.get(guard)
     return "" if watched is None else os.path.basename(watched.directory.path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from mpistrategy.mpi.shared_memory.node_sum import (
     segment_bytes,
 )
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
-from mpistrategy.mpi.shared_memory.spin_wait import SpinWait, cores
+from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 
 pytestmark = [pytest.mark.mpi(min_size=2), one_node]
 
@@ -41,7 +42,7 @@ def sums(strategy: ms.Strategy) -> dict[int, NodeSum]:
     """Sums in other chunks than a strategy's own."""
     ranks = strategy.extended.communicator
     assert strategy.extended.communicator.node_of == (0,) * SIZE
-    waiting = SpinWait(lambda: None, is_crowded=len(cores()) < SIZE)
+    waiting = SpinWait(lambda: None, is_crowded=len(os.sched_getaffinity(0)) < SIZE).until
     made = {size: NodeSum(ranks.shared(segment_bytes(size)), size, waiting) for size in CHUNKS}
     made[IN_BLOCKS] = NodeSum(ranks.shared(segment_bytes(4096)), 4096, waiting, ranks.shared)
     return made

@@ -253,9 +253,9 @@ if what != "own limit":
     # Not before: the ranks may have started some seconds apart.  A rank that writes counts as at work for half of it,
     # and on a busy machine a second may lie between two writes.
     strategy.extended.communicator.guard.timeout = 4 if "disk" in what else 2
-    for group in watchdog.in_this_process().groups.values():
+    for group in watchdog.here.groups.values():
         group._next_look = 0.0
-    watchdog.in_this_process()._changed.set()  # it looks more often from now on
+    watchdog.here._changed.set()  # it looks more often from now on
 if what == "busy" and rank == 1:
     with strategy.expect_long(10):
         long_work()
