@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -66,9 +65,9 @@ class DevicePath(Freed):
 
         Rank r's block has ``counts[r]`` elements.  The own block may be its part of `target`.
         """
-        put_own_part(ranks, block, counts, target)
-        for root, stop in enumerate(accumulate(counts)):
-            self.bcast(ranks, target[stop - counts[root] : stop], root)
+        place = target[own_part(ranks, counts)]
+        if place.data.ptr != block.data.ptr:
+            place[...] = block
 
     def free(self) -> None:
         """Free the path's resources, where all ranks are known to do so."""
@@ -94,12 +93,10 @@ def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceAr
     return cupy.ndarray((size,), dtype.type, cupy.get_default_memory_pool().malloc(max(1, size * dtype.itemsize)))
 
 
-def put_own_part(ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
-    """Write this rank's block to its place among all ranks' blocks, of so many elements each, unless it is there."""
+def own_part(ranks: Ranks, counts: Sequence[int]) -> slice:
+    """Return where this rank's block is among all ranks' blocks, of so many elements each."""
     first = sum(counts[: ranks.rank])
-    place = target[first : first + counts[ranks.rank]]
-    if place.data.ptr != block.data.ptr:
-        place[...] = block
+    return slice(first, first + counts[ranks.rank])
 
 
 def first_error(ranks: Ranks, work: Callable[[], str | None]) -> str:

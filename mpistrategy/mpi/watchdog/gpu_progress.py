@@ -75,6 +75,11 @@ class GpuProgress:
         """Whether all collectives are over; asks CUDA."""
         return bool(self._last.done)
 
+    @property
+    def is_in_one(self) -> bool:
+        """Whether the GPU is in a collective; does not ask CUDA."""
+        return bool(self._reached[0] % 2)
+
     @contextmanager
     def collective(self, entry: CurrentCall | None) -> Iterator[int]:
         """Note that the block puts a collective on the current stream, whose pointer it gets.

@@ -8,14 +8,14 @@ on the program's current stream, in this order.  MPI sees memory of the host onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import DeviceArray, cupy_for
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, in_order, kernels_for, put_own_part
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, in_order, kernels_for, own_part
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.shared_memory.node_sum import Halves, overlapped
@@ -23,6 +23,8 @@ from mpistrategy.mpi.shared_memory.node_sum import Halves, overlapped
 CHUNK_BYTES = 4 * 2**20
 _SLOTS = 2
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
+#: An address on the device, where in the slot its bytes are, and how many.
+_Span = tuple[int, int, int]
 
 
 class StagedPath(DevicePath):
@@ -80,7 +82,29 @@ class StagedPath(DevicePath):
         """Let the ranks combine a buffer chunk by chunk; some ranks only load it, or only store it."""
         for start in range(0, buffer.nbytes, self._chunk_bytes):
             size = min(self._chunk_bytes, buffer.nbytes - start)
-            yield self._piece(ranks, buffer.data.ptr + start, size, combine, loads=loads, stores=stores)
+            at = [(buffer.data.ptr + start, 0, size)]
+            yield self._piece(ranks, size, at if loads else [], combine, at if stores else [])
+
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write all ranks' blocks into `target`: every rank has a part of each piece."""
+        self._run(self._parts(ranks, block, counts, target))
+
+    def _parts(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> Iterator[Halves]:
+        sizes = [count * block.itemsize for count in counts]
+        begins = [0, *accumulate(sizes)]
+        step = max(1, self._chunk_bytes // ranks.size)
+        for start in range(0, max(sizes), step):
+            parts = [min(step, max(0, size - start)) for size in sizes]
+            places = [0, *accumulate(parts)]
+            own_slice = own_part(ranks, parts)
+
+            def combine(memory: Array, parts: list[int] = parts, own_slice: slice = own_slice) -> None:
+                ranks.allgatherv(memory[own_slice], parts, memory)
+
+            where = zip(begins, places, parts, strict=False)
+            stores = [(target.data.ptr + begin + start, place, part) for begin, place, part in where]
+            loads = [(block.data.ptr + start, own_slice.start, parts[ranks.rank])]
+            yield self._piece(ranks, places[-1], loads, combine, stores)
 
     def _run(self, pieces: Iterable[Halves]) -> None:
         """Move all pieces, two at a time."""
@@ -95,23 +119,33 @@ class StagedPath(DevicePath):
     def _piece(
         self,
         ranks: Ranks,
-        address: int,
         nbytes: int,
+        loads: Sequence[_Span],
         combine: Callable[[Array], None],
-        *,
-        loads: bool,
-        stores: bool,
+        stores: Sequence[_Span],
     ) -> Halves:
-        """Start to load a piece, of the device, into a slot; then combine it there, and start to store it."""
+        """Start to load a piece into a slot; then combine it there, and start to store it.
+
+        Args:
+            ranks: the ranks that take part.
+            nbytes: how much of the slot it takes.
+            loads: the copies from the device to the slot.
+            combine: called then with the bytes of the slot.
+            stores: the copies from the slot to the device at last.
+        """
         slot, stream = next(self._slots), self._cuda.get_current_stream()
-        if loads:
-            self._cuda.runtime.memcpyAsync(slot.ctypes.data, address, nbytes, _TO_HOST, stream.ptr)
+        for address, start, size in loads:
+            self._copy(slot.ctypes.data + start, address, size, _TO_HOST, stream)
         arrived = stream.record(self._cuda.Event(disable_timing=True))
         yield
         ranks.guard.wait_for_gpu(arrived)
         combine(slot[:nbytes])
-        if stores:
-            self._cuda.runtime.memcpyAsync(address, slot.ctypes.data, nbytes, _TO_DEVICE, stream.ptr)
+        for address, start, size in stores:
+            self._copy(address, slot.ctypes.data + start, size, _TO_DEVICE, stream)
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
+        if nbytes:
+            self._cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def free(self) -> None:
         """Free the pinned memory once no copy uses it."""
@@ -153,6 +187,6 @@ class DirectPath(DevicePath):
 
     def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
         """Write all ranks' blocks into `target`."""
-        put_own_part(ranks, block, counts, target)
+        super().allgather(ranks, block, counts, target)
         ranks.guard.wait_for_gpu(self._cupy.cuda.get_current_stream())
         ranks.allgatherv(None, counts, target)

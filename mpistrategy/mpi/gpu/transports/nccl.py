@@ -18,13 +18,14 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
-from mpistrategy.mpi.contract.channel import wait_patiently
+from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.interface.gpu_transport import (
     DevicePath,
     PathName,
@@ -150,6 +151,8 @@ class NcclPath(DevicePath):
         """Write all ranks' blocks into `target`; blocks of several sizes are broadcast one after the other."""
         if len(set(counts)) > 1:
             super().allgather(ranks, block, counts, target)
+            for root, stop in enumerate(accumulate(counts)):
+                self.bcast(ranks, target[stop - counts[root] : stop], root)
         else:
             arguments = block.data.ptr, target.data.ptr, block.nbytes, _number("INT8")
             self._begin(target.nbytes, self._nccl.allGather, *arguments)
@@ -163,32 +166,34 @@ class NcclPath(DevicePath):
         with self._progress.collective(self._ranks.guard.record.last()) as stream:
             launch(*arguments, stream)
 
-    def _wait_for_all(self, seconds: float = math.inf) -> None:
-        """Wait until the GPU has done all its work.
+    def _wait_for_all(self, seconds: float = math.inf) -> str:
+        """Wait until the GPU has done all its work; return why NCCL has failed before, else "".
 
         The watchdog looks for a peer that never comes.
 
         Args:
-            seconds: how long that may take.
+            seconds: for how long the GPU may be in a collective; earlier work does not count.
 
         Raises:
             DeviceError: when NCCL has failed, or that takes too long; it is given up then.
         """
-        end = time.monotonic() + seconds
-
-        def look() -> None:
-            if time.monotonic() > end:
-                self._give_up(f"no result within {seconds:g} s")
-            self.check()
-
+        end = math.inf
         with self._ranks.guard.own_gpu():  # the watchdog sees what the GPU is doing
-            wait_patiently(lambda: self._progress.is_over or None, look)
+            for pause in growing_pauses():
+                if self._progress.is_over:
+                    break
+                if end == math.inf and self._progress.is_in_one:
+                    end = time.monotonic() + seconds
+                if time.monotonic() > end:
+                    self._give_up(f"no result within {seconds:g} s")
+                self.check()
+                time.sleep(pause)
+        return self._failure
 
     def trial(self) -> str:
         """Sum known numbers over the ranks; return why the result is not there or wrong, "" if it is right."""
         buffer = communication_memory(self._cupy, _TRIAL_SIZE, np.dtype("float64"))
         buffer.fill(self._ranks.rank + 1.0)
-        self._ranks.guard.wait_for_gpu(self._cupy.cuda.get_current_stream())  # earlier work does not count
         self.reduce(self._ranks, buffer, "SUM")
         self._wait_for_all(min(_TRIAL_SECONDS, self._ranks.guard.timeout / 2))
         sums = np.unique(buffer.get())
