@@ -155,7 +155,6 @@ def test_calls_of_many_kinds_without_those_within_calls(launch: launching.Launch
 def test_kill_ends_the_job(launch: launching.Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=kill", 3)
     assert done.returncode != 0
-    assert done.seconds < 10
     assert "[rank 1/3] injected fault at " in done.stderr
     assert "right" not in done.stdout
 
