@@ -1,4 +1,4 @@
-"""Mistakes of one rank over MPI, under DDP or in a call: each ends the job with an error that names it, none hangs."""
+"""Mistakes of one rank under DDP over MPI: each ends the job with an error that names it, and none hangs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ import mpistrategy as ms, mpistrategy.torch as mst
 
 {start}
 rank = dist.get_rank()
-{step}
-step(); step()  # DDP's first pass finds the order of the buckets
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+
+def backward():
+    model(torch.ones(2, 3)).sum().backward()
+
+backward(); backward()  # the first pass finds the order of the buckets
 if rank == 1:
     {mistake}
-step()  # of the last batch
+backward()  # of the last batch
 dist.barrier()
 """
-DDP = """
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
-def step(): model(torch.ones(2, 3)).sum().backward()
-"""
-#: Without the seconds that DDP takes for its imports.
-CALL = "def step(): dist.all_reduce(torch.ones(3))"
 START = "mst.init_process_group()"
 AFTER_A_STRATEGY = "mst.init_process_group(ms.MirroredStrategy())"
 CONTAINED = "mst.init_process_group(ms.MirroredStrategy(on_error='raise'))"
@@ -44,26 +42,24 @@ CONTAINED = "mst.init_process_group(ms.MirroredStrategy(on_error='raise'))"
 NO_MEMORY = """
     def no_memory(*_): return [0] * 2**62
     sys.modules["mpistrategy.torch.tensors"].write = no_memory
-    try: step()
+    try: backward()
     except MemoryError: print("skipped", flush=True)
 """
 BARE = 'dist.init_process_group("mpistrategy")'
-#: What rank 1 does, how the group is made, a step, and what the job says.
+#: What rank 1 does, how the group is made, and what the job says.
 MISTAKES = {
-    "an early exit": ("sys.exit()", START, DDP, ["RankLeftError", "rank 1", "left"]),
-    "no memory after the data": (NO_MEMORY, AFTER_A_STRATEGY, DDP, ["[rank 1/2]", "in no_memory", "MemoryError"]),
+    "an early exit": ("sys.exit()", START, ["RankLeftError", "rank 1", "left"]),
+    "no memory after the data": (NO_MEMORY, AFTER_A_STRATEGY, ["[rank 1/2]", "in no_memory", "MemoryError"]),
     "no memory after the data, contained": (
         NO_MEMORY,
         CONTAINED,
-        CALL,
         ["RemoteError: rank 1 failed in torch.distributed.all_reduce: MemoryError"],
     ),
-    "no init_method": ("pass", BARE, CALL, ["RANK expected", 'For the backend "mpistrategy" write', "init_method="]),
+    "no init_method": ("pass", BARE, ["RANK expected", 'For the backend "mpistrategy" write', "init_method="]),
     # long enough for a busy machine's own delays
     "a stopped rank": (
         "os.kill(os.getpid(), signal.SIGSTOP)",
         "mst.init_process_group(timeout=8)",
-        CALL,
         ["roll call", "rank 1", "stopped", "timeout_seconds=8"],
     ),
 }
@@ -71,8 +67,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_it_ends_the_job_and_is_named(launch: Callable[..., launching.Finished], name: str) -> None:
-    mistake, start, step, said = MISTAKES[name]
-    job = launch(2, PROGRAM.format(start=start, step=step, mistake=mistake), timeout=60)
+    mistake, start, said = MISTAKES[name]
+    job = launch(2, PROGRAM.format(start=start, mistake=mistake), timeout=60)
     assert job.returncode, job
     for words in said:
         assert words in job.stderr, job
