@@ -64,7 +64,7 @@ SAVING = ".{}.saving-"
 #: The name of a shard that is written: its number, size and checksum; and of the empty file of a rank that has failed.
 _DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.03
+_PAUSE = 0.03
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
 _STALLED_SECONDS = 60.0
 
@@ -214,7 +214,7 @@ class Saving(NotPickled):
 
         The folder is opened anew for each look: network file systems then ask the server for the names.
         """
-        pause, end = _SHORTEST_PAUSE, time.monotonic() + seconds
+        end = time.monotonic() + seconds
         sizes: dict[str, float] = {"": 0.0}
         while True:
             yield os.listdir(self._folder)
@@ -225,8 +225,7 @@ class Saving(NotPickled):
                 if sizes == before:
                     return
                 end = time.monotonic() + seconds
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(_PAUSE)
 
     def _end_of_program(self) -> None:
         """Wait for the threads of all ranks, without a message to them; print the error that no call has raised.

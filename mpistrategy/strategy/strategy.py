@@ -841,9 +841,6 @@ class Streams(Kept):
         there = saved["seed"]
         return "" if there == self._seed else f"seed {there} in the checkpoint, {self._seed} here"
 
-    def _load(self, saved: Mapping[Any, Any]) -> None:
-        """Do nothing: the generators have their states."""
-
     def at(self, *numbers: SupportsIndex) -> np.random.Generator:
         """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.
 

@@ -60,7 +60,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
-from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_switch, checked_type
 from mpistrategy.options import (
     Aggregation,
@@ -135,11 +135,7 @@ class Write:
             ContextError: in a function that JAX traces.
         """
         refuse_in_jax_trace(self.where)
-        value, storage = self.value, self.variable._storage
-        is_usual = type(value) is type(storage) is np.ndarray and value.dtype.kind in "iuf" and self.method in DENSE
-        if is_usual and value.dtype == storage.dtype and value.shape == storage.shape:
-            return value  # type: ignore[no-any-return]
-        where = self.full_name
+        storage, where = self.variable._storage, self.full_name
         if storage.dtype.kind in _NOT_FOR_KINDS.get(self.method, ""):
             raise DTypeError.at(
                 where,
@@ -147,8 +143,8 @@ class Write:
                 expected="a numeric dtype; for a maximum one that can be compared",
             )
         if self.method in SPARSE:
-            return _checked_slices(storage, local_component(value), where)
-        value = plain(value)
+            return _checked_slices(storage, local_component(self.value), where)
+        value = plain(self.value)
         if isinstance(value, IndexedSlices):
             raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense().")
         array = _of_dtype(storage, value, where)
@@ -338,8 +334,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     @property
     def local_view(self) -> Array:
         """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
-        if in_jax_trace():
-            refuse_in_jax_trace(f"reading {self.name!r}")
+        refuse_in_jax_trace(f"reading {self.name!r}")
         return self._view
 
     def _contribution(self) -> Array:
