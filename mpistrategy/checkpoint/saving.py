@@ -35,6 +35,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint import files
 from mpistrategy.checkpoint.format import (
     LENGTH_BYTES,
+    MOST_SHARDS,
     NAME,
     ONE,
     REPLACED,
@@ -388,7 +389,7 @@ def count_of_writers(node_of: Sequence[int], nbytes: int, own_bytes: int) -> int
     """Return how many ranks write so many bytes, of which the ranks have some for themselves."""
     nodes = max(node_of) + 1
     most = max(min(MOST_A_NODE * nodes, max(nodes, MOST_WRITERS)), -(-own_bytes // BYTES_A_WRITER))
-    return max(1, min(-(-nbytes // BYTES_A_WRITER), most, len(node_of)))
+    return max(1, min(-(-nbytes // BYTES_A_WRITER), most, len(node_of), MOST_SHARDS))
 
 
 def collect(state: State, ranks: Ranks, call: Call) -> tuple[list[int], list[int], list[Any]]:

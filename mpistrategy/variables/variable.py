@@ -641,19 +641,14 @@ def own_if_alone(variables: Sequence[Variable], called: str | None) -> list[Arra
     return own(variables, called)
 
 
-def summed(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    """Return the sum or the mean of all copies of each.  Collective."""
-    reducer, op = variables[0]._reducer, _REDUCE_OPS[variables[0].aggregation]
+def merged(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return the sum or the mean of all copies of each, or replica 0's copies.  Collective."""
+    reducer, aggregation = variables[0]._reducer, variables[0].aggregation
     names = ", ".join([variable._key for variable in variables])
     with Call(reducer.communicator.guard, "reading a variable", called, names) as call:
-        return reducer.all_reduce_arrays(call, op, own(variables, called))
-
-
-def first(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    """Return replica 0's copies.  Collective."""
-    communicator, names = variables[0]._reducer.communicator, ", ".join([variable._key for variable in variables])
-    with Call(communicator.guard, "reading a variable", called, names) as call:
-        return broadcast(communicator, own(variables, called), 0, call)
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return broadcast(reducer.communicator, own(variables, called), 0, call)
+        return reducer.all_reduce_arrays(call, _REDUCE_OPS[aggregation], own(variables, called))
 
 
 def no_read(variables: Sequence[Variable], called: str | None) -> list[Array]:
@@ -822,9 +817,9 @@ POLICIES: Mapping[tuple[VariableSynchronization, VariableAggregation, Mode], Pol
                                   Policy(own,     alone,      alone,      no_rows,    no_rows)),
 
     (_ON_READ,  _NONE,  _CROSS):  Policy(no_read, alike,      alike,      no_rows,    no_rows),
-    (_ON_READ,  _SUM,   _CROSS):  Policy(summed,  shared,     n_times,    no_rows,    no_rows),
-    (_ON_READ,  _MEAN,  _CROSS):  Policy(summed,  alike,      alike,      no_rows,    no_rows),
-    (_ON_READ,  _FIRST, _CROSS):  Policy(first,   alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _CROSS):  Policy(merged,  shared,     n_times,    no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _CROSS):  Policy(merged,  alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _FIRST, _CROSS):  Policy(merged,  alike,      alike,      no_rows,    no_rows),
 }  # fmt: skip
 
 #: A variable of one rank (of the default strategy or a OneDeviceStrategy), in every context.
