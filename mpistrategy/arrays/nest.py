@@ -130,8 +130,9 @@ def flatten(nest: Any, none: Structure = LEAF) -> tuple[list[Any], Structure]:
     try:
         return leaves, _visit(nest, leaves, none)
     except RecursionError:
-        pass
-    raise StructureError.at("nested structure", found="a structure that contains itself", expected="a finite nest")
+        raise StructureError.at(
+            "nested structure", found="a structure that contains itself", expected="a finite nest"
+        ) from None
 
 
 def _visit(nest: Any, leaves: list[Any], none: Structure) -> Structure:
