@@ -52,7 +52,8 @@ ONE, OWN, ROWS = "one", "own", "rows"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 #: Kinds of arrays, beside variables and rows.
 ARRAYS = frozenset({"array", "tensor", "scalar"})
-MOST_RANKS = 1_000_000
+#: The most ranks that save, and the most shards.
+MOST_RANKS, MOST_SHARDS = 1_000_000, 2**16
 #: The most levels of objects, and of plain values in one of them.
 DEEPEST = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})"\}\n')
@@ -203,7 +204,7 @@ def parse(data: bytes, where: str) -> Manifest:
 
 
 def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, written_by: Any) -> Manifest:
-    require(_is_count(ranks, MOST_RANKS) and 1 <= len(shards) <= ranks, "ranks")
+    require(_is_count(ranks, MOST_RANKS) and 1 <= len(shards) <= min(ranks, MOST_SHARDS), "ranks")
     for nbytes, _ in shards:
         require(_is_count(nbytes, MOST_BYTES), "shards")
     checked: dict[str, Item] = {}

@@ -86,8 +86,8 @@ class PreemptionCheckpointHandler(Settable):
         checkpoint_or_checkpoint_manager: what saves.  Its checkpoints are numbered by `total_run_calls`.
         checkpoint_dir: with a Checkpoint, the folder; its last two checkpoints are kept.
         termination_config: how the job is told to stop, and what it does then; None: by signals, with status 75.
-        steps_between_votes: ranks learn of a signal when they compare their calls, as most steps do.  After this many
-            steps without a comparison, `run` makes one.
+        steps_between_votes: ranks learn of a signal when they compare their calls, as most steps do.  After every so
+            many steps `run` makes a comparison.
         name: is compared between the ranks instead of the place of this call, and of each `run`, whose keywords are
             the function's.
 
@@ -137,7 +137,7 @@ class PreemptionCheckpointHandler(Settable):
             )
         self.checkpoint_manager = saver
         self._steps_between_votes = checked_count(_WHERE, "steps_between_votes", steps_between_votes)
-        self._unchecked = 0
+        self._unvoted = 0
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator: Ranks = self._strategy.extended.communicator
         self._guard = self._communicator.guard
@@ -191,10 +191,9 @@ class PreemptionCheckpointHandler(Settable):
             ContextError: in a step function.
         """
         context.require_cross_replica(self._strategy, f"{_WHERE}.run")
-        before = self._comparisons()
         result = distributed_train_function(*args, **kwargs)
         self._runs += 1
-        self._look(f"{_WHERE}.run", self._name, met=self._comparisons() != before)
+        self._look(f"{_WHERE}.run", self._name)
         return result
 
     def save_checkpoint_if_preempted(self, *, name: str | None = None) -> None:
@@ -210,8 +209,8 @@ class PreemptionCheckpointHandler(Settable):
             Exception: as `run`.
         """
         context.require_cross_replica(self._strategy, f"{_WHERE}.save_checkpoint_if_preempted")
-        self._unchecked = self._steps_between_votes
-        self._look(f"{_WHERE}.save_checkpoint_if_preempted", name, met=False)
+        self._unvoted = self._steps_between_votes
+        self._look(f"{_WHERE}.save_checkpoint_if_preempted", name)
 
     def close(self) -> None:
         """Restore the previous signal handlers of this rank.  Rank-local.  Closing the strategy does this, too.
@@ -252,21 +251,16 @@ class PreemptionCheckpointHandler(Settable):
 
     # --------------------------------------------------------------------------------------------- between the ranks
 
-    def _comparisons(self) -> int:
-        """Return how often the ranks have compared their calls; the difference is the same on all ranks."""
-        mailboxes = self._communicator.mailboxes
-        return self._guard.comparisons if mailboxes is None else mailboxes.sequence
-
-    def _look(self, where: str, name: str | None, *, met: bool) -> None:
-        """End the job if a rank was told to stop; `met` says whether the ranks have compared calls just now."""
+    def _look(self, where: str, name: str | None) -> None:
+        """End the job if a rank was told to stop."""
         watcher = self._config.termination_watcher_fn
         if watcher is not None and watcher():
             self._notice = self._notice or ("termination_watcher_fn", time.monotonic())
         if self._notice is not None:  # again, after a signal: another handler, which was closed, has lowered the flag
             self._guard.raise_flag()
-        self._unchecked = 0 if met else self._unchecked + 1
-        if self._unchecked >= self._steps_between_votes and not self._guard.flag_was_seen:
-            self._unchecked = 0
+        self._unvoted += 1
+        if self._unvoted >= self._steps_between_votes and not self._guard.flag_was_seen:
+            self._unvoted = 0
             with Call(self._guard, where, called=name) as call:
                 call.agree("look for signals")
         if self._guard.flag_was_seen:

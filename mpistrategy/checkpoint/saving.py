@@ -35,6 +35,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint import files
 from mpistrategy.checkpoint.format import (
     LENGTH_BYTES,
+    MOST_SHARDS,
     NAME,
     ONE,
     REPLACED,
@@ -64,7 +65,7 @@ SAVING = ".{}.saving-"
 #: The name of a shard that is written: its number, size and checksum; and of the empty file of a rank that has failed.
 _DONE, _FAILED = "done-{:09}-{}-{}", "failed-"
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.03
+_PAUSE = 0.03
 #: At the end of the program, how long nothing may move in the folder of a save before it is given up.
 _STALLED_SECONDS = 60.0
 
@@ -214,7 +215,7 @@ class Saving(NotPickled):
 
         The folder is opened anew for each look: network file systems then ask the server for the names.
         """
-        pause, end = _SHORTEST_PAUSE, time.monotonic() + seconds
+        end = time.monotonic() + seconds
         sizes: dict[str, float] = {"": 0.0}
         while True:
             yield os.listdir(self._folder)
@@ -225,8 +226,7 @@ class Saving(NotPickled):
                 if sizes == before:
                     return
                 end = time.monotonic() + seconds
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(_PAUSE)
 
     def _end_of_program(self) -> None:
         """Wait for the threads of all ranks, without a message to them; print the error that no call has raised.
@@ -389,7 +389,7 @@ def count_of_writers(node_of: Sequence[int], nbytes: int, own_bytes: int) -> int
     """Return how many ranks write so many bytes, of which the ranks have some for themselves."""
     nodes = max(node_of) + 1
     most = max(min(MOST_A_NODE * nodes, max(nodes, MOST_WRITERS)), -(-own_bytes // BYTES_A_WRITER))
-    return max(1, min(-(-nbytes // BYTES_A_WRITER), most, len(node_of)))
+    return max(1, min(-(-nbytes // BYTES_A_WRITER), most, len(node_of), MOST_SHARDS))
 
 
 def collect(state: State, ranks: Ranks, call: Call) -> tuple[list[int], list[int], list[Any]]:

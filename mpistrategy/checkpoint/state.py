@@ -53,7 +53,6 @@ from mpistrategy.checkpoint.format import (
 from mpistrategy.checkpoint.restoring import Reading, fetched
 from mpistrategy.errors import CheckpointMismatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.objects.kept import Kept, Leaf, is_stateful
-from mpistrategy.objects.other_names import NamesOurs
 from mpistrategy.objects.text import encoded, printable
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.strategy import Strategy
@@ -81,7 +80,7 @@ _NONE = Item("")
 _LONGEST, _MOST_PROBLEMS = 1000, 10
 
 
-class Rows(NamesOurs):
+class Rows:
     """This rank's rows of a global array, for checkpoints.
 
     The global array is the rows of all ranks, one after the other in rank order.  A checkpoint restores it on any
@@ -110,8 +109,6 @@ class Rows(NamesOurs):
     >>> field.value.tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     """
-
-    _words_of = "Rows"
 
     def __init__(self, value: Any) -> None:
         self.value = value

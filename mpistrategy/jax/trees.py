@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
-from mpistrategy.arrays.convert import without_data
+from mpistrategy.arrays.convert import host_array, without_data
 from mpistrategy.errors import LeafError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import Op
@@ -29,7 +29,6 @@ if not hasattr(sys.modules["jax._src.core"], "trace_state_clean"):  # see `mpist
         fix="Install one of these, or a later mpistrategy.",
     )
 
-_PACKAGE = "mpistrategy.jax"
 #: The address in the text of an object without a `repr` of its own; it differs between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _REMEMBERED = 64
@@ -49,7 +48,9 @@ def all_reduce(tree: Any, op: Op = "MEAN", *, strategy: Strategy | None = None, 
         LeafError: for functions, random keys and donated arrays among the leaves.
         MpiStrategyError: as `ReplicaContext.all_reduce`.
     """
-    return _reduced(tree, op, strategy, "all_reduce", None, name)
+    return _together(
+        "mpistrategy.jax.all_reduce", tree, strategy, name, lambda to, nest: to.all_reduce(op, nest, name=name)
+    )
 
 
 def average_gradients(
@@ -66,17 +67,13 @@ def average_gradients(
     Raises:
         MpiStrategyError: as `all_reduce`.
     """
-    return _reduced(gradients, "MEAN", strategy, "average_gradients", weight, name)
-
-
-def _reduced(tree: Any, op: Op, strategy: Strategy | None, method: str, weight: Any, name: str | None) -> Any:
-    where = f"{_PACKAGE}.{method}"
-    of, flat = strategy_for(strategy, where), _flat(tree)
-    with ReplicaContext(of, of.rank) as context:
-        _check(flat, tree, of, where, name)
-        # None for a tree without leaves: the ranks compare the call, and nothing is sent.
-        reduced: Any = context.all_reduce(op, {flat.text: flat.leaves or None}, name=name, weight=weight)
-    return jax.tree.unflatten(flat.structure, reduced[flat.text] or [])
+    return _together(
+        "mpistrategy.jax.average_gradients",
+        gradients,
+        strategy,
+        name,
+        lambda to, nest: to.all_reduce("MEAN", nest, name=name, weight=weight),
+    )
 
 
 def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -93,12 +90,9 @@ def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, na
         LeafError: for functions, random keys and donated arrays among the leaves.
         MpiStrategyError: as `ReplicaContext.all_gather`.
     """
-    where = f"{_PACKAGE}.all_gather"
-    of, flat = strategy_for(strategy, where), _flat(tree)
-    with ReplicaContext(of, of.rank) as context:
-        _check(flat, tree, of, where, name)
-        gathered: Any = context.all_gather({flat.text: flat.leaves}, axis, name=name)
-    return jax.tree.unflatten(flat.structure, gathered[flat.text])
+    return _together(
+        "mpistrategy.jax.all_gather", tree, strategy, name, lambda to, nest: to.all_gather(nest, axis, name=name)
+    )
 
 
 def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -113,11 +107,25 @@ def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, nam
     Raises:
         MpiStrategyError: as `Strategy.broadcast`.
     """
-    where = f"{_PACKAGE}.broadcast"
-    of, flat = strategy_for(strategy, where), _flat(tree)
-    _check(flat, tree, of, where, name)
-    received: Any = of.broadcast({flat.text: flat.leaves}, root, name=name)
-    return jax.tree.unflatten(flat.structure, received[flat.text])
+    return _together(
+        "mpistrategy.jax.broadcast", tree, strategy, name, lambda to, nest: to.strategy.broadcast(nest, root, name=name)
+    )
+
+
+def _together(
+    where: str,
+    tree: Any,
+    strategy: Strategy | None,
+    name: str | None,
+    collective: Callable[[ReplicaContext, Any], Any],
+) -> Any:
+    """Return a pytree after a collective: a function of a context, and of a nest with the leaves."""
+    flat, of = _flat(tree), strategy_for(strategy, where)
+    with ReplicaContext(of, of.rank) as context:
+        _check(flat, tree, of, where, name)
+        # None for a tree without leaves: the ranks compare the call, and nothing is sent.
+        result = collective(context, {flat.text: flat.leaves or None})[flat.text]
+    return jax.tree.unflatten(flat.structure, result or [])
 
 
 class _Flat(NamedTuple):
@@ -176,17 +184,15 @@ def _check(flat: _Flat, tree: Any, of: Strategy, where: str, name: str | None) -
         if callable(leaf) or without_data(leaf, where):
             path = _paths(tree)[number]
             with Call(of.extended.communicator.guard, where, name, structure=flat.text):
-                failure = None if callable(leaf) else without_data(leaf, where, path)
-                raise failure or _no_function(where, path)
-
-
-def _no_function(where: str, path: str) -> LeafError:
-    return LeafError.at(
-        where,
-        found=f"a function at leaf {path or '*'}",
-        expected="arrays and numbers",
-        fix="Make it static data of its class, or pass the arrays alone: equinox.filter(tree, equinox.is_array).",
-    )
+                if callable(leaf):
+                    raise LeafError.at(
+                        where,
+                        found=f"a function at leaf {path or '*'}",
+                        expected="arrays and numbers",
+                        fix="Make it static data of its class, or pass the arrays alone: "
+                        "equinox.filter(tree, equinox.is_array).",
+                    )
+                host_array(leaf, where, path)  # raises
 
 
 class Tree:

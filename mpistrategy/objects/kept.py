@@ -55,8 +55,7 @@ class Kept:
         """Make the variables of a state that has been checked, in a strategy of the checkpoint.  Collective."""
 
     def _load(self, saved: Mapping[Any, Any]) -> None:
-        """Take over a state that has been checked.  Its variables have been written."""
-        raise NotImplementedError
+        """Take over a state that has been checked.  Its variables and generators have been written."""
 
 
 def is_stateful(value: Any) -> bool:

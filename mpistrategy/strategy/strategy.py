@@ -808,9 +808,11 @@ class Streams(Kept):
     """
 
     _kept_as = "streams"
+    #: The seed that it was made with.
+    seed: Fixed[int] = Fixed()
 
     def __init__(self, seed: SupportsIndex, replica_id: int) -> None:
-        self._seed = checked_count("Strategy.rng", "seed", seed, least=0)
+        self.seed = checked_count("Strategy.rng", "seed", seed, least=0)
         self._shared = self._generator(_SHARED)
         self._replica = self._generator(_REPLICA, replica_id)
 
@@ -829,20 +831,12 @@ class Streams(Kept):
         refuse_in_jax_trace("Streams.replica")
         return self._replica
 
-    @property
-    def seed(self) -> int:
-        """The seed that it was made with."""
-        return self._seed
-
     def _state(self, path_of: PathOf) -> dict[Any, Any]:
-        return {"seed": self._seed, "shared": self._shared, "replica": Leaf(self._replica, "own")}
+        return {"seed": self.seed, "shared": self._shared, "replica": Leaf(self._replica, "own")}
 
     def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
         there = saved["seed"]
-        return "" if there == self._seed else f"seed {there} in the checkpoint, {self._seed} here"
-
-    def _load(self, saved: Mapping[Any, Any]) -> None:
-        """Do nothing: the generators have their states."""
+        return "" if there == self.seed else f"seed {there} in the checkpoint, {self.seed} here"
 
     def at(self, *numbers: SupportsIndex) -> np.random.Generator:
         """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.
@@ -858,7 +852,7 @@ class Streams(Kept):
 
     def _generator(self, *key: int) -> np.random.Generator:
         refuse_in_jax_trace("Strategy.rng")
-        return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key))
+        return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=key))
 
 
 # ----------------------------------------------------------------------------------------------- reduce along an axis

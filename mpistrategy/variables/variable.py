@@ -60,7 +60,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
-from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_switch, checked_type
 from mpistrategy.options import (
     Aggregation,
@@ -135,11 +135,7 @@ class Write:
             ContextError: in a function that JAX traces.
         """
         refuse_in_jax_trace(self.where)
-        value, storage = self.value, self.variable._storage
-        is_usual = type(value) is type(storage) is np.ndarray and value.dtype.kind in "iuf" and self.method in DENSE
-        if is_usual and value.dtype == storage.dtype and value.shape == storage.shape:
-            return value  # type: ignore[no-any-return]
-        where = self.full_name
+        storage, where = self.variable._storage, self.full_name
         if storage.dtype.kind in _NOT_FOR_KINDS.get(self.method, ""):
             raise DTypeError.at(
                 where,
@@ -147,8 +143,8 @@ class Write:
                 expected="a numeric dtype; for a maximum one that can be compared",
             )
         if self.method in SPARSE:
-            return _checked_slices(storage, local_component(value), where)
-        value = plain(value)
+            return _checked_slices(storage, local_component(self.value), where)
+        value = plain(self.value)
         if isinstance(value, IndexedSlices):
             raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense().")
         array = _of_dtype(storage, value, where)
@@ -338,8 +334,7 @@ class Variable(ArrayLike, Settable, Reducible[Array]):
     @property
     def local_view(self) -> Array:
         """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
-        if in_jax_trace():
-            refuse_in_jax_trace(f"reading {self.name!r}")
+        refuse_in_jax_trace(f"reading {self.name!r}")
         return self._view
 
     def _contribution(self) -> Array:
@@ -646,19 +641,14 @@ def own_if_alone(variables: Sequence[Variable], called: str | None) -> list[Arra
     return own(variables, called)
 
 
-def summed(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    """Return the sum or the mean of all copies of each.  Collective."""
-    reducer, op = variables[0]._reducer, _REDUCE_OPS[variables[0].aggregation]
+def merged(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return the sum or the mean of all copies of each, or replica 0's copies.  Collective."""
+    reducer, aggregation = variables[0]._reducer, variables[0].aggregation
     names = ", ".join([variable._key for variable in variables])
     with Call(reducer.communicator.guard, "reading a variable", called, names) as call:
-        return reducer.all_reduce_arrays(call, op, own(variables, called))
-
-
-def first(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    """Return replica 0's copies.  Collective."""
-    communicator, names = variables[0]._reducer.communicator, ", ".join([variable._key for variable in variables])
-    with Call(communicator.guard, "reading a variable", called, names) as call:
-        return broadcast(communicator, own(variables, called), 0, call)
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return broadcast(reducer.communicator, own(variables, called), 0, call)
+        return reducer.all_reduce_arrays(call, _REDUCE_OPS[aggregation], own(variables, called))
 
 
 def no_read(variables: Sequence[Variable], called: str | None) -> list[Array]:
@@ -827,9 +817,9 @@ POLICIES: Mapping[tuple[VariableSynchronization, VariableAggregation, Mode], Pol
                                   Policy(own,     alone,      alone,      no_rows,    no_rows)),
 
     (_ON_READ,  _NONE,  _CROSS):  Policy(no_read, alike,      alike,      no_rows,    no_rows),
-    (_ON_READ,  _SUM,   _CROSS):  Policy(summed,  shared,     n_times,    no_rows,    no_rows),
-    (_ON_READ,  _MEAN,  _CROSS):  Policy(summed,  alike,      alike,      no_rows,    no_rows),
-    (_ON_READ,  _FIRST, _CROSS):  Policy(first,   alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _CROSS):  Policy(merged,  shared,     n_times,    no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _CROSS):  Policy(merged,  alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _FIRST, _CROSS):  Policy(merged,  alike,      alike,      no_rows,    no_rows),
 }  # fmt: skip
 
 #: A variable of one rank (of the default strategy or a OneDeviceStrategy), in every context.

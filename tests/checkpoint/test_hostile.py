@@ -295,7 +295,7 @@ for read in (
     print(int(peak.split()[1]) // 1024, round(seconds, 2), said)
 """
 GIB = 2**30
-LISTS = b"[%s1]" % (b"[]," * 22_000_000)
+LISTS, MANY_SHARDS = b"[%s1]" % (b"[]," * 22_000_000), [[0, ""]] * 400_000
 
 
 def bigger_shard(path: Path) -> None:
@@ -315,6 +315,7 @@ LARGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a sparse shard": (lambda p: os.truncate(p / shard_name(0), 40 * GIB), "Damaged"),
     "a shard that is as large as it should be": (bigger_shard, "Damaged"),
     "a shape of 2^45 numbers": (lambda p: rewritten(p, lambda c: item(c, "progress/kept", 3, [2**42])), "Damaged"),
+    "very many shards": (lambda p: rewritten(p, lambda c: c.update(shards=MANY_SHARDS, ranks=10**6)), "Damaged"),
     "a list of very many": (lambda p: rewritten(p, lambda c: item(c, "nest/x", 4, 10**15)), "Checkpoint"),
 }  # fmt: skip
 #: These take seconds of a core; smaller ones of their kinds are tried in the short lane, too.
