@@ -132,7 +132,9 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
         DTypeError: for bool, strings, dates and structured dtypes.
         LeafError, UnsupportedError: as `to_array` and `as_device_array`.
     """
-    array = array_where_it_is(value, where, path)
+    array = value
+    if type(value) is not np.ndarray or not value.dtype.isnative or value.dtype.kind == "O":
+        array = array_where_it_is(value, where, path)
     dtype = array.dtype
     numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
     if (dtype.kind in "iufc" and numpys_own) or is_bfloat16(dtype):
@@ -151,7 +153,7 @@ def array_where_it_is(value: Any, where: str, path: str = "", name: str = "the v
     Raises:
         DTypeError, LeafError, UnsupportedError: as `to_array` and `as_device_array`.
     """
-    if is_on_device(value):
+    if type(value) is not np.ndarray and is_on_device(value):
         return as_device_array(value, where, path)
     return to_array(value, where, path, name)
 
@@ -330,6 +332,8 @@ def by_value(argument: Array) -> Array:
 
 def are_apart(arrays: Sequence[Any]) -> bool:
     """Return whether no two NumPy or CuPy arrays have memory in common, as far as ranges of addresses show."""
+    if len(arrays) == 2 and isinstance(arrays[0], np.ndarray) and isinstance(arrays[1], np.ndarray):
+        return not np.may_share_memory(arrays[0], arrays[1])  # the same, in a fifth of the time
     spans = sorted(span(array) for array in arrays if array.size)
     return all(before[1] <= after[0] for before, after in pairwise(spans))
 

@@ -148,6 +148,8 @@ def _visit(nest: Any, leaves: list[Any], none: Structure) -> Structure:
     is_flat = all(structure is LEAF for structure in inner)
 
     def rebuild(leaves: Iterator[Any]) -> Any:
+        if is_flat:  # in less time than by a call for each leaf
+            return build([next(leaves) for _ in rebuilds])
         return build([rebuild_child(leaves) for rebuild_child in rebuilds])
 
     texts = [structure.text for structure in inner]

@@ -67,7 +67,8 @@ def writing(where: str, path: str) -> Iterator[None]:
     except MpiStrategyError:
         raise
     except Exception as error:
-        text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+        text = f"{getattr(error, 'strerror', None) or error} ({name})"
         raise CheckpointWriteError.at(
             where,
             found=f"{text} at {getattr(error, 'filename', None) or path!r}",

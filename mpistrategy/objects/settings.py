@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
@@ -62,8 +61,8 @@ class Settable:
     def __setattr__(self, name: str, value: object) -> None:
         kind = type(self)
         if name not in self.__dict__ and not name.startswith("_") and not hasattr(kind, name):
-            settings = [known for known in dir(kind) if _is_settable(getattr_static(kind, known))]
-            fix = did_you_mean(name, settings, least=0.8)
+            members = [member for base in kind.__mro__ for member in vars(base).items()]
+            fix = did_you_mean(name, [known for known, member in members if _is_settable(member)], least=0.8)
             if fix:
                 raise OptionError.at(
                     f"{kind.__name__}.{name}",

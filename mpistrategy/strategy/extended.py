@@ -260,7 +260,7 @@ class StrategyExtended(NotPickled, Settable):
                 fix="Create the variable inside `with strategy.scope():`.",
             )
         var._refuse_drift([*args, *(kwargs or {}).values()], "StrategyExtended.update")
-        result = self._in_update(partial(fn, var), args, kwargs, group)
+        result = self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
         return unpacked(result) if frame is not None and frame.mode is Mode.REPLICA else result
 
     def update_non_slot(

@@ -55,7 +55,7 @@ class ReplicaContext(NotPickled):
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
             raise OptionError.at("ReplicaContext", found=f"{replica_id_in_sync_group=}", expected="an int or None")
         self._strategy = strategy
-        self._replica_id = replica_id_in_sync_group
+        self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
 
     def __enter__(self) -> Self:
         require_same_strategy(current_frame(), self._strategy, "ReplicaContext.__enter__")

@@ -215,7 +215,7 @@ def test_a_shard_that_is_removed_by_somebody_else(strategy: ms.MirroredStrategy,
 
     with watched(remove if RANK == SIZE - 1 else lambda what, name: None):
         text = all_raise(errors.CheckpointWriteError, checkpoint.save, folder / "c")
-    assert "No such file" in text
+    assert "ENOENT" in text
     strategy.barrier("cleaned up")
     assert os.listdir(folder) == []
 
@@ -234,7 +234,7 @@ def test_names_that_do_not_reach_the_disk(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(errors.CheckpointWriteError, match="Input") if fails else nullcontext():
+    with pytest.raises(errors.CheckpointWriteError, match="EIO") if fails else nullcontext():
         checkpoint_of(strategy, x=1).save(tmp_path / "c")
 
 
@@ -396,8 +396,8 @@ def test_a_full_disk_and_a_read_only_one(tmp_path: Path) -> None:
     if "not run: " in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.stdout.splitlines() == [
-        "saved [0, 0]", "full CheckpointWriteError No space left on device", "restored [0, 0]",
-        "['.lock', 'step-000000000001']", "read-only CheckpointWriteError Read-only file system",
+        "saved [0, 0]", "full CheckpointWriteError No space left on device (ENOSPC)", "restored [0, 0]",
+        "['.lock', 'step-000000000001']", "read-only CheckpointWriteError Read-only file system (EROFS)",
         "restored [0, 0]",
     ], done  # fmt: skip
 
@@ -522,7 +522,7 @@ def test_what_fails_in_a_thread_is_raised_by_the_next_call(
     assert x.numpy().tolist() == [0.0] * 5
     found = outcomes(getattr(manager, call), *([5] if call == "save" else []))
     assert {outcome.error for outcome in found} == {errors.CheckpointWriteError}
-    for words in (f"CheckpointManager.{call}: ", f"0004' with wait=False has failed on rank {rank}", "No space left"):
+    for words in (f"CheckpointManager.{call}: ", f"0004' with wait=False has failed on rank {rank}", "ENOSPC"):
         assert all(words in text for text in gather_texts(found[RANK].text)), found[RANK].text
     manager.save(5)  # it was raised
     manager.close()
