@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import is_
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
@@ -123,7 +123,7 @@ class Arena(ArenaBase[T]):
                 across_nodes(communicator)  # also for `explain`, which sends nothing
             call.expect_more()
             call.agree("use an arena")  # no rank has run out of memory
-        self._number = next(reducer.arena_numbers)
+        self._number: int = next(communicator.once("arenas", partial(count, 1)))  # the same on every rank
         #: This rank's array of each bucket.
         self._own_arrays = [bucket.own_array for bucket in self._buckets]
         #: The arrays, in order.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -54,17 +53,34 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
     _instead_of_pickling = "Send what wait() returns."
 
     def __init__(
-        self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None, values: Any = None
+        self,
+        result: Any,
+        background: Background | None = None,
+        job: Any = None,
+        guard: Any = None,
+        begun: _Begun | None = None,
+        values: Any = None,
     ) -> None:
-        """Keep the result, or the job that will have it, the reduction on a GPU, and the values of an arena."""
-        self._result, self._under_way, self._gpu_reduction, self._values = result, under_way, begun, values
+        """Keep the result, or the job that will have it.
+
+        Args:
+            result: of a reduction that is done.
+            background: where the reduction is a job; None for none.
+            job: the future of its result.
+            guard: of the program's ranks.
+            begun: the reduction on a GPU.
+            values: of an arena.
+        """
+        self._result, self._background, self._job, self._guard = result, background, job, guard
+        self._gpu_reduction, self._values = begun, values
+        self._number = 0 if background is None else background.submitted
 
     def done(self) -> bool:
         """Return whether `wait` would find a result or an error at once on this rank; never waits.
 
         The answer differs from rank to rank: do not let it decide about a collective call.
         """
-        is_over = self._under_way is None or self._under_way.job.done()
+        is_over = self._background is None or self._job.done()
         return is_over and (self._gpu_reduction is None or self._gpu_reduction.is_over)
 
     @collective("wait")
@@ -79,36 +95,15 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
                 does something else than wait.
             MpiStrategyError: on every rank, for bad input on any rank; of the kind raised there.
         """
-        if self._under_way is None:
+        if self._background is None:
             refuse_in_jax_trace("AllReduceHandle.wait")
         else:
-            self._result = self._under_way.result()
+            self._result = self._result_of_job(self._background, self._guard)
         result: Any = self._result if self._gpu_reduction is None else self._gpu_reduction.results
         return result if self._values is None else self._values  # type: ignore[no-any-return]
 
-    def __repr__(self) -> str:
-        return f"<AllReduceHandle, {'over' if self.done() else 'under way'}>"
-
-
-class _UnderWay:
-    """A job in the background, as a handle sees it.
-
-    Args:
-        work: the function to be called there.
-        background: calls it.
-        guard: of the program's ranks.
-
-    Attributes:
-        job: the future of its result.
-    """
-
-    def __init__(self, work: Callable[[], Any], background: Background, guard: Guard) -> None:
-        self.job: Future[Any] = background.submit(work, _WHERE)
-        self._background, self._guard, self._number = background, guard, background.submitted
-
-    def result(self) -> Any:
+    def _result_of_job(self, background: Background, guard: Guard) -> Any:
         """Wait for the job, together with the other ranks; return its result or raise its error."""
-        background, guard = self._background, self._guard
         # A peer in another collective may never start its part; this comparison finds that out.  Once all ranks have
         # started equally many all-reduces, all of them end.
         if (self._number > background.known_to_all or in_jax_trace()) and not guard.closed:
@@ -116,7 +111,10 @@ class _UnderWay:
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
             background.known_to_all = started
-        return background.result(self.job)
+        return background.result(self._job)
+
+    def __repr__(self) -> str:
+        return f"<AllReduceHandle, {'over' if self.done() else 'under way'}>"
 
 
 def start_all_reduce(
@@ -160,9 +158,10 @@ def start_all_reduce(
         work = partial(thread.run, _CALL, AllReduce, reduce_op, value, options, name, out)
     # The thread has entered nothing; an algorithm of the program's own may ask for its strategy.
     work = partial(_in_background, where, call_site(), current_frame() or nullcontext(), work)
-    under_way = None if background is None else _UnderWay(work, background, ranks.guard)
     values = None if arena is None else arena._values
-    return AllReduceHandle(work() if under_way is None else None, under_way, begun, values)
+    if background is None:
+        return AllReduceHandle(work(), begun=begun, values=values)
+    return AllReduceHandle(None, background, background.submit(work, _WHERE), ranks.guard, begun, values)
 
 
 def _parts(reducer: Reducer, op: ReduceOp, value: Any, out: Any) -> tuple[Any, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import ON_A_GPU, any_array, as_target, hand_back, is_cupy, is_on_device, layout_of
+from mpistrategy.arrays.convert import ON_A_GPU, as_target, hand_back, is_cupy, is_on_device, layout_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, event_of_reads, is_arena
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
@@ -264,8 +263,6 @@ class Reducer:
         self._plans: dict[Any, Any] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
         self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
-        #: The numbers of new arenas, the same on every rank.
-        self.arena_numbers: Iterator[int] = itertools.count(1)
 
     def use(self, algorithm: Algorithm, options: CommunicationOptions) -> None:
         """Reduce with another algorithm and other options from now on; on all ranks alike."""
@@ -274,12 +271,6 @@ class Reducer:
             self.communicator.guard.timeout = time_limit(options.timeout_seconds)
         self.changes += 1
         self._plans.clear()
-
-    def copy(self) -> Reducer:
-        """Return another Reducer with the same ranks, algorithm and options, and no plans."""
-        result = Reducer(self.communicator, self.algorithm, self.options)
-        result.arena_numbers = self.arena_numbers
-        return result
 
     def run(
         self,
@@ -452,6 +443,7 @@ class Reducer:
             arena._check(self, where)
             value = arena.values
         leaves, structure = nest.flatten_without_none(value)
+        arrays: list[Any] = leaves
         if arena is not None and algorithm._works_in_place:
             lines = arena._lines(self, op, settings, where)
         elif leaves or not (structure.num_none or self.is_alone):
@@ -461,7 +453,8 @@ class Reducer:
             lines = algorithm._lines(ranks, op, [*map(_own_value, components, arrays)], settings)
         if structure.num_none:
             lines.append(f"{structure.num_none} None: left as None, nothing is sent")
-        subject = f"{op.value} of {counted(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
+        nbytes = sum((array.values if isinstance(array, IndexedSlices) else array).nbytes for array in arrays)
+        subject = f"{op.value} of {counted(len(leaves), 'array')}, {size_in_words(nbytes)}"
         place = f"{counted(ranks.size, 'rank')} of {counted(ranks.nodes, 'node')}"
         head = f"all_reduce {subject}, on {place} by {type(algorithm).__name__}"
         return "\n  ".join([head, *lines, f"thresholds: {ranks.thresholds.source}"])
@@ -500,13 +493,6 @@ class WeightedMeans(Transfer):
         ]
         sums = self._reducer.all_reduce_arrays(call, ReduceOp.SUM, products, self._options)
         return [*map(rounded, [divide(array, total) for array in sums], self._results, rooms)]
-
-
-def _nbytes(leaf: Any) -> int:
-    part = contribution(leaf)
-    if isinstance(part, IndexedSlices):
-        return _nbytes(part.values) + _nbytes(part.indices)
-    return int(any_array(part).nbytes)
 
 
 def _plan_or_general(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:

@@ -90,14 +90,13 @@ class Pack:
         """Return the arrays that are in the pack."""
         return arrays if len(self.members) == len(arrays) else [arrays[member.index] for member in self.members]
 
-    def fill(self, arrays: Sequence[Array], buffer: Array | None = None) -> Array:
-        """Return a buffer, `buffer` or a new one, with the arrays' values, converted to the wire dtype.
+    def fill(self, arrays: Sequence[Array], buffer: Array) -> Array:
+        """Return the buffer, with the arrays' values, converted to the wire dtype.
 
         For packs without gaps, such as packs on the host.
         """
-        filled = np.empty(self.size, self.dtype) if buffer is None else buffer
-        np.concatenate(self.arrays_in(arrays), axis=None, out=filled, casting="unsafe")
-        return filled
+        np.concatenate(self.arrays_in(arrays), axis=None, out=buffer, casting="unsafe")
+        return buffer
 
     def views(self, buffer: Array) -> list[tuple[int, Array]]:
         """Return (index, view of `buffer` with the array's shape) for every member."""

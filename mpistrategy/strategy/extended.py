@@ -85,7 +85,8 @@ class StrategyExtended(NotPickled, Settable):
         """Return a copy for another strategy: the ranks and the algorithm are shared, the variables are not."""
         result = object.__new__(type(self))
         vars(result).update(vars(self))
-        result._belong_to(container_strategy, self._reducer.copy())
+        reducer = self._reducer
+        result._belong_to(container_strategy, Reducer(reducer.communicator, reducer.algorithm, reducer.options))
         return result
 
     # -------------------------------------------------------------------------------------------- settings
