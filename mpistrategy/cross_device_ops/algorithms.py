@@ -30,7 +30,7 @@ from mpistrategy.errors import (
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.shared_memory.node_sum import piece_elements
 from mpistrategy.objects.settings import Fixed, checked_number, checked_type
 from mpistrategy.objects.shown import in_words
@@ -316,7 +316,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         on_gpu: bool,
     ) -> Transfer | None:
         """Return how arrays are reduced; None where arrays in GPU memory are reduced on the host."""
-        reduced_precision.check(options.wire)
+        two_level.check_wire(options.wire)
         if not on_gpu:
             return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
         if self._by_host:

@@ -31,8 +31,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.multi_node.two_level import Lanes, across_nodes
+from mpistrategy.mpi.multi_node.two_level import Lanes, across_nodes, check_wire
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
@@ -287,7 +286,7 @@ class Arena(ArenaBase[T]):
 
     def _route(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> Transfer:
         """Return how the buckets are combined."""
-        reduced_precision.check(options.wire)
+        check_wire(options.wire)
         ranks, buckets, wire = self._communicator, self._buckets, options.wire
         if not self._on_device:
             return InPlaceRoute(ranks, buckets, op, into_result=not in_place, wire=wire)

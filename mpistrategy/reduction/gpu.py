@@ -36,7 +36,7 @@ from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype, sum_dtype_of
 from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import UNCHOSEN, DevicePath, chosen_path, communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node.reduced_precision import BY_NCCL, between_nodes
+from mpistrategy.mpi.multi_node.two_level import BY_NCCL, between_nodes
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.transfer import (
     FEW_ELEMENTS,

@@ -41,7 +41,7 @@ from mpistrategy.arrays.dtypes import (
 )
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
+from mpistrategy.mpi.multi_node.two_level import Wire, between_nodes
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
 from mpistrategy.mpi.shared_memory.node_sum import LEAST_BYTES, Combination, in_rank_order
 from mpistrategy.mpi.shared_memory.segments import aligned

@@ -24,8 +24,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface.ranks import MAX_COUNT, Freed, Ranks, as_bytes, pieces, put
 from mpistrategy.mpi.job import launcher, world
-from mpistrategy.mpi.multi_node.reduced_precision import Wire
-from mpistrategy.mpi.multi_node.two_level import across_nodes
+from mpistrategy.mpi.multi_node.two_level import Wire, across_nodes
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, bytes_for, chunk_bytes_for

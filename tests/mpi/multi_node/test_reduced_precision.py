@@ -30,7 +30,6 @@ from replicas import (
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.multi_node import reduced_precision as wire
 from mpistrategy.mpi.multi_node import two_level
 
 pytestmark = pytest.mark.mpi
@@ -123,7 +122,7 @@ def test_float16_keeps_all_digits_on_the_host(placed: tuple[ms.Strategy, Sequenc
 def test_without_ml_dtypes_every_rank_says_what_to_install(
     strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire.bfloat16.cache_clear()
+    two_level.bfloat16.cache_clear()
     if RANK == SIZE - 1:  # on one rank only: all must be told
         monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     new = np.ones(11, np.float32)  # no call before had this shape, and so a plan

@@ -17,7 +17,7 @@ from mpistrategy.arrays.convert import DeviceArray, cupy_for
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, in_order, kernels_for, own_part
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+from mpistrategy.mpi.multi_node.two_level import between_nodes
 from mpistrategy.mpi.shared_memory.node_sum import Halves, overlapped
 
 CHUNK_BYTES = 4 * 2**20
