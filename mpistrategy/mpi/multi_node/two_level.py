@@ -11,9 +11,9 @@ on the placement of the ranks: equal runs give equal bits.
 Ranks that share no memory, and ranks of nodes with different numbers of them, count as nodes of their own.
 
 `CommunicationOptions.wire` asks for less than full precision.  With "bfloat16", each node's float32 contribution is
-rounded once, the contributions are added up in float32, and the sum is rounded once; all ranks get the same result.  With u = 2^-8, s_n the sum over the ranks of node n (ranks that
-share no memory count as nodes, and so do those of nodes with different numbers of ranks) and S the sum of the s_n, the
-result differs from S by no more than
+rounded once, the contributions are added up in float32, and the sum is rounded once; all ranks get the same result.
+With u = 2^-8, s_n the sum over the ranks of node n (ranks that share no memory count as nodes, and so do those of nodes
+with different numbers of ranks) and S the sum of the s_n, the result differs from S by no more than
 
     (2 u + u^2) (|s_1| + |s_2| + ...)
 
