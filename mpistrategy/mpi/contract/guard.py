@@ -172,6 +172,8 @@ class Guard:
         self.flag_was_seen: bool = False
         #: Called by `Strategy.close`; not called when the program ends without it.
         self.at_close: list[Callable[[], object]] = []
+        #: How many comparisons this guard has made, for `scripts/soak interruptions`. Equal on all ranks.
+        self.comparisons: int = 0
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
@@ -268,6 +270,7 @@ class Guard:
     def _agrees(self, digest: int, *, patiently: bool = False) -> bool:
         """Return whether all ranks make an equal call."""
         self.agreed = True
+        self.comparisons += 1
         flag, channel = self._flag, self._channel
         assert channel is not None
         equal = channel.all_equal(digest | flag, self.look if patiently or self.is_patient else None)
