@@ -45,7 +45,7 @@ METHOD = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mpistrategy bench`."""
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; it says how long it will take")
-    parser.add_argument("--sizes", nargs="+", type=int, metavar="BYTES", help="of one array: multiples of 4")
+    parser.add_argument("--sizes", nargs="+", type=size, metavar="BYTES", help="of one array: multiples of 4")
     parser.add_argument("--lists", nargs="+", choices=tuple(LISTS), help="of gradients")
     parser.add_argument(
         "--devices",
@@ -174,3 +174,11 @@ def writable(text: str) -> str:
     if path.is_dir() or not os.access(target, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return text
+
+
+def size(text: str) -> int:
+    """Read a size in bytes: of an array of float32."""
+    number = int(text)
+    if number < 4 or number % 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write multiples of 4")
+    return number
