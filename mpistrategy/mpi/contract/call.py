@@ -77,7 +77,7 @@ class Call(CurrentCall):
             if outer is None:
                 guard.thread, guard.agreed, guard.reported = get_ident(), False, None
                 if not self._anywhere:
-                    self.place: str = (guard.site or site_of(self.frame)).place
+                    self.place: str = (guard.site or site_of(self.frame.f_back)).place
                 if guard.size > 1:
                     record, now = guard.record, monotonic()
                     self.number: int = record.number + 1
@@ -180,22 +180,18 @@ class Call(CurrentCall):
                 # The program may raise the same object again, in another call.
                 self.guard.reported = error if self._outer is not None else None
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        guard, self.frame = self.guard, None
-        guard.current = self._outer
-        if self._outer is not None:
-            if self._is_in_own_work:
+            guard, self.frame = self.guard, None
+            guard.current = self._outer
+            if self._outer is None:
+                self.left: float = monotonic()
+                for observer in observers.observers:
+                    observer.left(guard, self)
+                if self._on_gpu is not None:
+                    on_gpu, self._on_gpu = self._on_gpu, None
+                    with suppress(Exception):  # the next call finds out that the GPU has failed
+                        on_gpu.__exit__(None, None, None)
+            elif self._is_in_own_work:
                 guard.since = math.inf  # it goes on
-            return
-        self.left: float = monotonic()
-        for observer in observers.observers:
-            observer.left(guard, self)
-        if self._on_gpu is not None:
-            on_gpu, self._on_gpu = self._on_gpu, None
-            with suppress(Exception):  # the next call finds out that the GPU has failed
-                on_gpu.__exit__(None, None, None)
 
 
 def _is_under_way(frame: FrameType | None) -> bool:

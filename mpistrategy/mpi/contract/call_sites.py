@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import islice
 from threading import main_thread
 from types import CodeType, FrameType
@@ -48,10 +48,14 @@ _step_caller: CodeType | None = None
 _passed_over: list[str] = [_FOLDER]
 
 
-@cache
+#: Whether the files of the frames seen so far belong to this package.
+_own_files: dict[str, bool] = {}
+
+
 def _is_own(file: str) -> bool:
     """Return whether a file belongs to this package."""
-    return file.startswith(tuple(_passed_over)) and not file.startswith(_PROGRAMS)
+    is_own = _own_files[file] = file.startswith(tuple(_passed_over)) and not file.startswith(_PROGRAMS)
+    return is_own
 
 
 def calls_steps(function: Callable[..., Any]) -> None:
@@ -63,7 +67,7 @@ def calls_steps(function: Callable[..., Any]) -> None:
 def pass_over(folder: str) -> None:
     """Take the files in a folder for this package's: their frames are no call sites of the program."""
     _passed_over.append(os.path.join(os.path.abspath(folder), ""))
-    _is_own.cache_clear()
+    _own_files.clear()
 
 
 def outside(frame: FrameType | None) -> FrameType | None:
@@ -96,24 +100,26 @@ _sites: dict[tuple[int, ...], tuple[Site, list[CodeType]]] = {}
 def site_of(frame: FrameType | None) -> Site:
     """Return the call site of a call in `frame`, or in the first frame outside this package from there."""
     frames: list[FrameType] = []
-    key: list[int] = []
+    key: tuple[int, ...] = ()
     while frame is not None:
         code = frame.f_code
-        if not _is_own(code.co_filename):
+        is_own = _own_files.get(code.co_filename)
+        if is_own is None:
+            is_own = _is_own(code.co_filename)
+        if not is_own:
             frames.append(frame)
-            key += (id(code), frame.f_lasti)
+            key += id(code), frame.f_lasti
             # The caller of a module's own code is Python itself, and may differ between ranks started differently.
             if len(frames) > _CALLERS or code.co_name == "<module>":
                 break
         elif code is _step_caller and frames:
             break
         frame = frame.f_back
-    key_of_site = tuple(key)
-    entry = _sites.get(key_of_site)
+    entry = _sites.get(key)
     if entry is None:
         if len(_sites) >= _REMEMBERED:
             _sites.clear()
-        entry = _sites[key_of_site] = _site_of(frames), [call_frame.f_code for call_frame in frames]
+        entry = _sites[key] = _site_of(frames), [call_frame.f_code for call_frame in frames]
     return entry[0]
 
 

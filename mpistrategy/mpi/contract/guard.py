@@ -28,10 +28,10 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, dataclass
+from time import monotonic, sleep
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -182,12 +182,12 @@ class Guard:
         try:
             yield
         finally:
-            self.since = before if before == math.inf else time.monotonic()
+            self.since = before if before == math.inf else monotonic()
 
     @contextmanager
     def own_gpu(self) -> Iterator[None]:
         """Say that the code in here waits for this rank's own GPU: the others wait for this rank, not it for them."""
-        self.own_gpu_since = time.monotonic()
+        self.own_gpu_since = monotonic()
         try:
             with self.own_work():
                 yield
@@ -258,13 +258,13 @@ class Guard:
             (self.record.entries[-1] if self.size > 1 else self.current).signature = signature
         if self._channel is None:
             return False
-        self.since = time.monotonic()
+        self.since = monotonic()
         if sparingly and self.level == OFF:
             self.agreed = True
             return False
         equal = self._agrees(digest_of(signature) if digest is None else digest, patiently=patiently)
         has_askers = not equal and self._resolve(signature)
-        self.since = time.monotonic()
+        self.since = monotonic()
         return has_askers
 
     def _agrees(self, digest: int, *, patiently: bool = False) -> bool:
@@ -352,7 +352,7 @@ class Guard:
         """Take part in a comparison with an error in place of a call: the other ranks raise it, too."""
         if self._channel is None:
             return
-        self.since = time.monotonic()
+        self.since = monotonic()
         self._pending_error = error, self.since + PATIENCE_SECONDS
         try:
             with suppress(RemoteError):  # a rank that has failed takes no part
@@ -376,7 +376,7 @@ class Guard:
 
     def tell_of_failure(self, seconds: float = PATIENCE_SECONDS) -> None:
         """Tell the other ranks that this rank takes no more calls, unless they know; wait a little for them."""
-        self._patience_ends = time.monotonic() + seconds
+        self._patience_ends = monotonic() + seconds
         with suppress(RemoteError):
             while self.is_untold:
                 self.start_leaving()
@@ -398,12 +398,12 @@ class Guard:
             failure, error, _ = self.due
             self.stop(failure)
             raise error
-        if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
+        if self._pending_error is not None and monotonic() > self._pending_error[1]:
             pending, self._pending_error = self._pending_error[0], None
             if self.level == OFF and self.give_up is not None:
                 self.give_up(pending)  # the other ranks may wait for data that this rank does not send
             sys.stderr.write(f"[rank {self.rank}] waits to tell the other ranks: {error_in_words(pending)}\n")
-        if self.broken is not None and time.monotonic() > self._patience_ends:
+        if self.broken is not None and monotonic() > self._patience_ends:
             raise self.broken.as_error()
 
     def _gather_reports(self, own_report: mismatch_report.Report) -> list[mismatch_report.Report]:
@@ -447,7 +447,7 @@ class Guard:
         for rank, report in enumerate(reports):
             if report.error:
                 if self.level == OFF:
-                    time.sleep(PATIENCE_SECONDS)  # the other rank ends the job
+                    sleep(PATIENCE_SECONDS)  # the other rank ends the job
                 named = getattr(errors, report.error, RemoteError)
                 kind = named if isinstance(named, type) and issubclass(named, MpiStrategyError) else RemoteError
                 text = f"{report.error}: {report.text}"
