@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import ON_A_GPU, as_target, hand_back, is_cupy, is_on_device, layout_of
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array, dtype_name, quietly
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads, is_arena
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -41,6 +41,7 @@ from mpistrategy.reduction.plan import (
     Compared,
     NestPlan,
     NumbersOfRanks,
+    Plan,
     checked_weight,
     kind_of,
     normalized,
@@ -48,11 +49,13 @@ from mpistrategy.reduction.plan import (
 )
 from mpistrategy.reduction.transfer import (
     Layout,
+    MailboxRoute,
     Targets,
     Transfer,
     counted,
     divide,
     dtypes_of_results,
+    in_mailboxes,
     is_simple,
     layouts_of,
     rounded,
@@ -223,7 +226,7 @@ class AllReduce(General):
         layouts = layouts_of(arrays)
         transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
         if transfer is not None and is_weighted:
-            transfer = WeightedMeans(reducer, layouts, options)
+            transfer = WeightedMeans(reducer, layouts, options, transfer)
         is_elsewhere = out is not None and destination is None
         if transfer is None or (is_elsewhere and not takes(out, where, arrays, dtypes_of_results(layouts, op))):
             return None
@@ -293,8 +296,8 @@ class Reducer:
             plan: CallPlan | None = None
             if not call.structure:  # of a call around this one: other compared fields may change from call to call
                 try:
-                    called, kinds = (call.where, call.place, call.name), general.kind(value, out)
-                    key = general, guard.level, called, type(argument), argument, options, weight is None, kinds
+                    called = general, guard.level, call.where, call.place, call.name, type(argument), argument
+                    key = called, options, weight is None, general.kind(value, out)
                     plan = self._plans.get(key)
                 except Exception:  # such as the error of a list that holds itself
                     key = None
@@ -351,7 +354,8 @@ class Reducer:
         components, arrays, memory = checked_inputs(op, leaves, paths, call.where, dense, targets)
         call.wait_as(settings.timeout_seconds)
         if weight is not None:
-            means = WeightedMeans(self, layouts_of(arrays), settings)
+            layouts, on_gpu = layouts_of(arrays), any(map(is_on_device, arrays))
+            means = WeightedMeans(self, layouts, settings, None if on_gpu else self.plan_for(layouts, op, settings))
             means.weight = checked_weight(weight, op, call.where)
             words = "reduce", WEIGHTED, call.structure, tuple(map(layout_of, arrays)), EVERY_RANK.text
             signature = Signature(*words, self.algorithm._settings(settings), call.name, call.where, call.place)
@@ -461,27 +465,45 @@ class Reducer:
 
 
 class WeightedMeans(Transfer):
-    """The weighted means of arrays: the ranks learn the weights with the check of the call, then add up the products.
+    """The weighted means of arrays.
+
+    Where a plain mean takes the mailboxes, the weights lie there, too.  Else the ranks learn the weights with the check
+    of the call, and then add up the products.
 
     Args:
         reducer: adds them up.
         layouts: dtype and shape of each array.
         options: of the call.
+        plan: of the plain mean; None without one.
     """
 
-    def __init__(self, reducer: Reducer, layouts: tuple[Layout, ...], options: CommunicationOptions) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        layouts: tuple[Layout, ...],
+        options: CommunicationOptions,
+        plan: Transfer | None,
+    ) -> None:
         self.layouts = layouts
         self._reducer, self._options = reducer, None if options == reducer.options else options
         ranks = reducer.communicator
         self._weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
         self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
+        is_small = isinstance(plan, Plan) and isinstance(plan.route, MailboxRoute)
+        with_weight = (np.dtype(np.float64), ()), *layouts
+        self._in_mailboxes = in_mailboxes(ranks, with_weight, ranks.size) if is_small else None
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Give this rank's weight, before the ranks agree on the call."""
-        return self._weights.bring(self.weight)
+        """Give this rank's weight, and small arrays, before the ranks agree on the call."""
+        if self._in_mailboxes is None:
+            return self._weights.bring(self.weight)
+        self._in_mailboxes.put([self.weight, *arrays])
+        return None
 
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
-        """Return the means, after one more agreement; NaN where all weights are 0."""
+        """Return the means, of large arrays after one more agreement; NaN where all weights are 0."""
+        if self._in_mailboxes is not None:
+            return self._of_small(*zip(*self._in_mailboxes.arrays_of_ranks(), strict=True))
         ranks = self._reducer.communicator
         call: Any = ranks.guard.current
         factors, total = normalized(self._weights.numbers_of_ranks(memory).ravel().tolist())
@@ -493,6 +515,18 @@ class WeightedMeans(Transfer):
         ]
         sums = self._reducer.all_reduce_arrays(call, ReduceOp.SUM, products, self._options)
         return [*map(rounded, [divide(array, total) for array in sums], self._results, rooms)]
+
+    @quietly
+    def _of_small(self, weights: Sequence[Array], *arrays_of_ranks: Sequence[Array]) -> list[Array]:
+        """Return the means of arrays; each argument has a value of each rank."""
+        factors, total = normalized([*map(float, weights)])
+        means: list[Array] = []
+        for of_ranks, dtype in zip(arrays_of_ranks, self._results, strict=True):
+            kind = np.result_type(dtype, np.float64)
+            rows = zip(of_ranks, factors, strict=True)
+            products = [np.multiply(array, factor, dtype=kind) for array, factor in rows if factor or total == 0]
+            means.append(np.asarray(reduce(np.add, products) / total, dtype))
+        return means
 
 
 def _plan_or_general(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
