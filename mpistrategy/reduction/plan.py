@@ -302,6 +302,8 @@ def kind_of(value: Any) -> Any:
     kind = type(value)
     if kind is _ndarray:
         return value.dtype, value.shape
+    if kind in _NUMBERS:
+        return kind
     if kind is dict:
         return kind, tuple(value), tuple([kind_of(item) for item in value.values()])
     if kind is list or kind is tuple:
