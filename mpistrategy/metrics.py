@@ -13,7 +13,6 @@ from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
-from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import weights_of_rows
 from mpistrategy.variables.variable import Variable
 
@@ -119,10 +118,6 @@ class Mean(_Metric):
             ShapeError: for a weight of another shape; nothing has been added then.
         """
         total, count = self._variables
-        if isinstance(value, (float, np.floating)) and isinstance(weight, (float, int)):
-            _add(total, float(value) * weight)
-            _add(count, float(weight))
-            return
         where = f"{type(self).__name__}.update_state"
         value, weights = _real(value, where), _real(weight, where)
         weights = np.broadcast_to(weights_of_rows(weights, value.shape, where, "weight"), value.shape)
@@ -194,15 +189,8 @@ def _real(value: Any, where: str) -> Array:
 
 
 def _add(total: Variable, amount: float) -> None:
-    """Add a number to this rank's part of a total, in a step or in a loop without steps."""
-    strategy, frame = total.strategy, context.current_frame()
-    is_own = strategy.extended._reducer.is_alone or (frame is not None and frame.mode is context.Mode.REPLICA)
-    array = np.asarray(amount)  # of the variable's dtype and shape: nothing to convert
-    if is_own:
-        total.assign_add(array)
-    else:
-        with ReplicaContext(strategy, strategy.extended.communicator.rank):
-            total.assign_add(array)
+    """Add a number to this rank's part of a total, in any context."""
+    np.add(total._storage, amount, out=total._storage)
 
 
 def _per_replica_sum(metric: str, part: str) -> Variable:
