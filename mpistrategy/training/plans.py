@@ -15,7 +15,6 @@ from mpistrategy.arrays.convert import is_cupy, is_on_device
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import Mirrored
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
-from mpistrategy.objects.text import encoded
 from mpistrategy.reduction.plan import ArraysPlan
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
@@ -25,8 +24,6 @@ from mpistrategy.training.kernels import ChangedMemory, FlatUpdate, Scratch
 from mpistrategy.training.sliced import SlicedStep
 from mpistrategy.variables.variable import Variable
 
-#: How many variables of a step are named when ranks compare their calls.
-_MOST_NAMED = 12
 #: How many plans an optimizer keeps.
 _MOST_PLANS = 32
 _PAIRS = "an iterable of (gradient, variable) pairs"
@@ -59,8 +56,6 @@ class StepPlan:
         text: the variables, as ranks compare them.
     """
 
-    changed: ChangedMemory
-
     def __init__(self, pairs: Sequence[Any], strategy: Strategy, where: str) -> None:
         for pair in pairs:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -87,11 +82,8 @@ class StepPlan:
         self.sliced: SlicedStep | None = None
         self.reduction: ArraysPlan | None = None
         self.reduces_nothing: bool = False
-        self.updates: list[tuple[list[int], FlatUpdate | FusedUpdate]] = []
-        self.singles: list[int] = []
-        self.sparse: Set[int] = frozenset()
         self._all = [var for _, var in pairs]  # keeps the variables alive, whose ids find the plan
-        self.text: str = _shortened([f"{number}: {var._key}" for number, var in numbered])
+        self.text: str = ", ".join([f"{number}: {var._key}" for number, var in numbered])
 
     def use(self, slots: Sequence[Mapping[str, Variable]], scratch: Scratch, sparse: Set[int] = frozenset()) -> None:
         """Note how the variables are updated.
@@ -106,7 +98,9 @@ class StepPlan:
         arrays = [var._storage for var in self.variables]
         everything = [*arrays, *(slot for entry in memory for slot in entry.values())]
         self.changed = ChangedMemory(everything)
-        self.updates, self.singles, self.sparse = [], [], sparse
+        self.updates: list[tuple[list[int], FlatUpdate | FusedUpdate]] = []
+        self.singles: list[int] = []
+        self.sparse = sparse
         are_apart = len({*map(id, arrays)}) == len(arrays)
         together: dict[Any, list[int]] = {}
         for number, array in enumerate(arrays):
@@ -159,13 +153,3 @@ def find_plan(
             del plans[next(iter(plans))]
         plans[key] = plan
     return [gradient for gradient, _ in pairs if gradient is not None], plan
-
-
-def _shortened(names: list[str]) -> str:
-    """Return a text for these names alone.  It is compared at every step, so of many names it has only some."""
-    if len(names) <= _MOST_NAMED:
-        return ", ".join(names)
-    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
-
-    digest = hashlib.blake2b(encoded("\n".join(names)), digest_size=8).hexdigest()
-    return f"{', '.join(names[:6])}, ..., {', '.join(names[-6:])} ({len(names)} variables, {digest})"
