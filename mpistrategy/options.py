@@ -198,10 +198,9 @@ class CommunicationOptions:
             checked_number(where, "timeout_seconds", self.timeout_seconds, "seconds >= 0, or None")
         if wire is not None and not (isinstance(wire, str) and wire.lower() in WIRES):
             raise OptionError.at(where, found=f"wire={wire!r}", expected='None, "bfloat16" or "float16"')
-        chosen = checked_member(CommunicationImplementation, self.implementation, where, "implementation")
         vars(self).update(
             bytes_per_pack=checked_count(where, "bytes_per_pack", self.bytes_per_pack, least=0),
-            implementation=chosen,
+            implementation=checked_member(CommunicationImplementation, self.implementation, where, "implementation"),
             wire=wire and wire.lower(),
         )
 

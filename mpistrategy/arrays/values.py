@@ -134,8 +134,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getitem__(self, key: Any) -> Array:
-        part: Array = self._read()[key]
-        return part
+        return self._read()[key]  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self._contribution())
@@ -153,8 +152,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return complex(self._read())
 
     def __index__(self) -> int:
-        index: int = self._read().__index__()
-        return index
+        return self._read().__index__()  # type: ignore[no-any-return]
 
     def __format__(self, spec: str) -> str:
         return format(self._read(), spec) if spec else str(self)

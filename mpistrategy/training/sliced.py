@@ -203,22 +203,23 @@ class SlicedStep:
             for piece in chunks(share.start, share.stop, chunk_size(run.dtype)):
                 buffers = scratch.of(run.dtype, piece.stop - piece.start)
                 parameters, parts, *beside = (place.replicas(piece, run.dtype) for place in run.places)
-                chunk = _Chunk(
-                    number,
-                    piece,
-                    parts,
-                    buffers[SCRATCH_ARRAYS],
-                    parameters[me],
-                    {name: replicas[me] for name, replicas in zip(slots[0], beside, strict=True)},
-                    buffers[:SCRATCH_ARRAYS],
-                    [
-                        (all_of[me], peer)
-                        for all_of in (parameters, *beside)
-                        for peer in all_of
-                        if peer is not all_of[me]
-                    ],
+                self._chunks.append(
+                    _Chunk(
+                        number,
+                        piece,
+                        parts,
+                        buffers[SCRATCH_ARRAYS],
+                        parameters[me],
+                        {name: replicas[me] for name, replicas in zip(slots[0], beside, strict=True)},
+                        buffers[:SCRATCH_ARRAYS],
+                        [
+                            (all_of[me], peer)
+                            for all_of in (parameters, *beside)
+                            for peer in all_of
+                            if peer is not all_of[me]
+                        ],
+                    )
                 )
-                self._chunks.append(chunk)
 
     def run(self, gradients: Sequence[Array], kernel: Kernel, op: ReduceOp, call: Call) -> None:
         """Combine the gradients and make one step in every copy, on all ranks.
