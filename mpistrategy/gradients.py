@@ -220,9 +220,8 @@ class GradientAccumulator(Kept, Settable):
 
     def _state(self, path_of: PathOf) -> dict[Any, Any]:
         sums = {number: Leaf(total, "SUM") for number, total in enumerate(self._partial_sums) if total is not None}
-        count = self._count
-        dtypes = [None if dtype is None else np.empty(0, dtype) for dtype in self._dtypes] if count else []
-        return {"steps": self.steps, "count": count, "dtypes": dtypes, **sums}
+        dtypes = [None if dtype is None else np.empty(0, dtype) for dtype in self._dtypes] if self._count else []
+        return {"steps": self.steps, "count": self._count, "dtypes": dtypes, **sums}
 
     def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
         steps, count, dtypes = saved["steps"], saved["count"], saved["dtypes"]

@@ -6,8 +6,7 @@ On several nodes a bucket is reduced while the gradients of later buckets are co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array
@@ -25,19 +24,8 @@ from mpistrategy.variables.variable import Variable
 
 #: Large enough for the line rate of a network, small enough that the first one is soon full.
 DEFAULT_BYTES_PER_BUCKET = 4 * 2**20
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One part of the gradients, reduced in one piece.
-
-    Attributes:
-        members: the numbers of its variables, the last first.
-        memory: their gradients, with the padding between them; flat.
-    """
-
-    members: tuple[int, ...]
-    memory: Array
+#: The numbers of a bucket's variables, the last first; and their gradients, with the padding between them, flat.
+Bucket: TypeAlias = tuple[tuple[int, ...], Array]
 
 
 class GradientBuckets:
@@ -81,7 +69,7 @@ class GradientBuckets:
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
         self._index = gradients.numbers
         extended = self._strategy.extended
-        extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
+        extended._bucket_orders[tuple(members for members, _ in self._buckets)] = None
         communicator = extended._reducer.communicator
         self.starts_early: bool = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
         self._handles: list[AllReduceHandle[Any]] = []
@@ -126,8 +114,8 @@ class GradientBuckets:
         self._ready.add(number)
         if self.starts_early:
             # In the order of the buckets: it is the same on all ranks.
-            for bucket in self._buckets[len(self._handles) :]:
-                if not self._ready.issuperset(bucket.members):
+            for members, _ in self._buckets[len(self._handles) :]:
+                if not self._ready.issuperset(members):
                     break
                 self._start_next(context)
 
@@ -166,7 +154,7 @@ class GradientBuckets:
 
     def _start_next(self, context: ReplicaContext) -> None:
         number = len(self._handles)
-        memory = self._buckets[number].memory
+        _, memory = self._buckets[number]
         name = f"gradient bucket {number} of {len(self._buckets)}"
         self._handles.append(context.all_reduce_async(self.op, memory, name=name, out=memory))
 
@@ -182,7 +170,7 @@ def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
             members.append(number)
             memory = flat.own_array[places[number][1].start : places[members[0]][1].stop]
             if memory.nbytes >= bytes_per_bucket or number == of_dtype[0]:
-                buckets.append(Bucket(tuple(members), memory))
+                buckets.append((tuple(members), memory))
                 members = []
     # In the order of backward propagation.
-    return sorted(buckets, key=lambda bucket: -bucket.members[-1])
+    return sorted(buckets, key=lambda bucket: -bucket[0][-1])
