@@ -26,17 +26,12 @@ def in_jax_trace() -> bool:
     return is_outside is not None and not is_outside()
 
 
-def refusal(where: str) -> ContextError:
-    """Return the error of a call in a trace."""
-    return ContextError.at(
-        where,
-        found="a call inside a function that JAX traces, which runs once for many calls of the compiled one",
-        expected="a call outside of jit, grad, vmap, scan and the like",
-        fix=FIX,
-    )
-
-
 def refuse_in_jax_trace(where: str) -> None:
-    """Raise ContextError while JAX traces in this thread; for collectives `Call` does it."""
+    """Raise ContextError while JAX traces in this thread."""
     if in_jax_trace():
-        raise refusal(where)
+        raise ContextError.at(
+            where,
+            found="a call inside a function that JAX traces, which runs once for many calls of the compiled one",
+            expected="a call outside of jit, grad, vmap, scan and the like",
+            fix=FIX,
+        )

@@ -16,7 +16,7 @@ from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard, time_limit
-from mpistrategy.objects import jax_traces
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
 #: Of code: generators, coroutines, and both.
 _GENERATORS = 0x20 | 0x80 | 0x200
@@ -93,8 +93,7 @@ class Call(CurrentCall):
                 raise errors.OptionTypeError.at(
                     self.where, found=f"name={self._called!r}", expected="a string, or None"
                 )
-            if jax_traces.in_jax_trace():  # also inside a call: in a function that the program gave it
-                raise jax_traces.refusal(self.where)
+            refuse_in_jax_trace(self.where)  # also inside a call: in a function that the program gave it
             if outer is None and guard.on_gpu is not None:  # a new thread has GPU 0 as its current one
                 self._enter(guard.on_gpu)
             return self
