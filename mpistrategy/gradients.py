@@ -199,13 +199,12 @@ class GradientAccumulator(Kept, Settable):
                 found=f"gradients of shapes {[*map(_shape, terms)]}",
                 expected=f"shapes {[*map(_shape, before)]}, as in the step before",
             )
-        sums = [*map(_sum, before, terms)]
         old_dtypes = self._dtypes if self._count else [None] * len(terms)
         dtypes = [
             dtype if gradient is None else _values(gradient).dtype
             for gradient, dtype in zip(checked, old_dtypes, strict=True)
         ]
-        self._sums, self._dtypes = sums, dtypes
+        self._sums, self._dtypes = [*map(_sum, before, terms)], dtypes
         self._count += 1
         totals = self.take() if self._count >= self.steps else None
         return totals and [

@@ -99,10 +99,10 @@ def arena_for_step(
 def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]) -> bool:
     """Return whether the variables and slots are in memory that the ranks share; the same on all ranks."""
     ranks = strategy.extended.communicator
-    one_node = ranks.size > 1 and ranks.nodes == 1
     everything = [*variables, *(slot for beside in slots for slot in beside.values())]
     return (
-        one_node
+        ranks.size > 1
+        and ranks.nodes == 1
         and len({*map(id, variables)}) == len(variables)
         and all(
             var.synchronization is VariableSynchronization.ON_WRITE
