@@ -97,10 +97,10 @@ class StepPlan:
         self.slot_names = memory[0].keys()
         arrays = [var._storage for var in self.variables]
         everything = [*arrays, *(slot for entry in memory for slot in entry.values())]
-        self.changed = ChangedMemory(everything)
+        self.changed: ChangedMemory = ChangedMemory(everything)
         self.updates: list[tuple[list[int], FlatUpdate | FusedUpdate]] = []
         self.singles: list[int] = []
-        self.sparse = sparse
+        self.sparse: Set[int] = sparse
         are_apart = len({*map(id, arrays)}) == len(arrays)
         together: dict[Any, list[int]] = {}
         for number, array in enumerate(arrays):
