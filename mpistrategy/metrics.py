@@ -14,7 +14,7 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.training.checks import weights_of_rows
-from mpistrategy.variables.variable import Variable
+from mpistrategy.variables.variable import Variable, Write
 
 __all__ = [
     "Accuracy",
@@ -190,7 +190,7 @@ def _real(value: Any, where: str) -> Array:
 
 def _add(total: Variable, amount: float) -> None:
     """Add a number to this rank's part of a total, in any context."""
-    np.add(total._storage, amount, out=total._storage)
+    Write(total, "assign_add", "update_state", amount).apply(np.asarray(amount))
 
 
 def _per_replica_sum(metric: str, part: str) -> Variable:
