@@ -160,11 +160,6 @@ class NodeResults:
         #: The blocks of this rank's results, by address and size.
         self._numbers: dict[tuple[int, int], int] = {}
 
-    def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return memory for a result: a free block, or else new memory."""
-        block = self.free_block(shape, dtype)
-        return np.empty(shape, dtype) if block is None else block
-
     def free_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
         """Return a free block, which is free again once nobody refers to it; None without one."""
         nbytes = prod(shape) * dtype.itemsize
@@ -251,7 +246,8 @@ class NodeSum:
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return memory for a result, a target of `run`."""
-        return np.empty(shape, dtype) if self._results is None else self._results.new(shape, dtype)
+        block = None if self._results is None else self._results.free_block(shape, dtype)
+        return np.empty(shape, dtype) if block is None else block
 
     @quietly
     def run(
