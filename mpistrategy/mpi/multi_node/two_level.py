@@ -144,7 +144,6 @@ class Rounded:
 PIECE_BYTES = 4 * 2**20
 #: All buffers of a node together take no more; with many ranks on a node the pieces become smaller.
 NODE_BYTES = 2**27
-_LEAST_PIECE_BYTES = 2**12
 #: So many pieces are under way: one on the network, and one on which the node works.
 _UNDER_WAY = 2
 #: Looks before naps.  Ranks that outnumber their cores would take cores from working ranks: 4 nodes of 4 ranks on 2
@@ -155,8 +154,7 @@ _LOOKS, _CROWDED_LOOKS = 500, 2
 def piece_bytes_for(ranks: int) -> int:
     """Return how much of a buffer is one piece, where so many ranks of each node share memory."""
     pieces = (segment_bytes(1) - segment_bytes(0)) * ranks
-    most = NODE_BYTES // pieces // ALIGNMENT * ALIGNMENT
-    return min(PIECE_BYTES, max(most, _LEAST_PIECE_BYTES))
+    return min(PIECE_BYTES, NODE_BYTES // pieces // ALIGNMENT * ALIGNMENT)
 
 
 def give_away(most: int, looks: int) -> None:
