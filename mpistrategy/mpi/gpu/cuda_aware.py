@@ -31,8 +31,6 @@ VARIABLE = "MPISTRATEGY_CUDA_AWARE"
 #: Where the ranks of a trial were.
 Place: TypeAlias = Literal["one node", "several nodes"]
 
-#: Of the files: others have other names.
-_FORMAT = "4"
 #: Variables that decide how MPI libraries and the layers below them move memory.
 _SETTINGS = ("UCX_", "OMPI_MCA_", "MPICH_", "FI_", "MV2_USE_CUDA", "MVP_USE_CUDA", "I_MPI_OFFLOAD", "PSP_CUDA")
 #: The variables among them in which a launcher describes the rank.
@@ -125,7 +123,7 @@ def settings() -> dict[str, str]:
 def _file_for(place: Place) -> Path:
     """Return the file with the outcome for this library and these settings."""
     library = identity()
-    key = "\0".join([_FORMAT, *library, place, *(f"{name}={value}" for name, value in settings().items())])
+    key = "\0".join([*library, place, *(f"{name}={value}" for name, value in settings().items())])
     return kept_file(library_name(library[0]), f"{hashlib.sha256(encoded(key)).hexdigest()[:16]}-gpu")
 
 
