@@ -192,7 +192,7 @@ class Background(Freed):
 
 
 def background_of(
-    ranks: Ranks, agree: Callable[[Callable[[], Any]], Any], *, waits_for_gpu: bool = False
+    ranks: Ranks, agree: Callable[[Callable[[], Background | None]], Background | None], *, waits_for_gpu: bool = False
 ) -> Background | None:
     """Return the background of the ranks; None where jobs run at once.  The first call is collective.
 
@@ -206,8 +206,7 @@ def background_of(
     """
     if ranks.size == 1 or (ranks.nodes == 1 and not waits_for_gpu):
         return None
-    background: Background | None = ranks.once(Background, partial(agree, partial(_new_background, ranks)))
-    return background
+    return ranks.once(Background, partial(agree, partial(_new_background, ranks)))
 
 
 def _new_background(ranks: Ranks) -> Background | None:
