@@ -137,7 +137,6 @@ class PreemptionCheckpointHandler(Settable):
             )
         self.checkpoint_manager = saver
         self._steps_between_votes = checked_count(_WHERE, "steps_between_votes", steps_between_votes)
-        self._unvoted = 0
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator: Ranks = self._strategy.extended.communicator
         self._guard = self._communicator.guard
@@ -193,7 +192,7 @@ class PreemptionCheckpointHandler(Settable):
         context.require_cross_replica(self._strategy, f"{_WHERE}.run")
         result = distributed_train_function(*args, **kwargs)
         self._runs += 1
-        self._look(f"{_WHERE}.run", self._name)
+        self._look(f"{_WHERE}.run", self._name, is_due=self._runs % self._steps_between_votes == 0)
         return result
 
     def save_checkpoint_if_preempted(self, *, name: str | None = None) -> None:
@@ -209,8 +208,7 @@ class PreemptionCheckpointHandler(Settable):
             Exception: as `run`.
         """
         context.require_cross_replica(self._strategy, f"{_WHERE}.save_checkpoint_if_preempted")
-        self._unvoted = self._steps_between_votes
-        self._look(f"{_WHERE}.save_checkpoint_if_preempted", name)
+        self._look(f"{_WHERE}.save_checkpoint_if_preempted", name, is_due=True)
 
     def close(self) -> None:
         """Restore the previous signal handlers of this rank.  Rank-local.  Closing the strategy does this, too.
@@ -251,16 +249,14 @@ class PreemptionCheckpointHandler(Settable):
 
     # --------------------------------------------------------------------------------------------- between the ranks
 
-    def _look(self, where: str, name: str | None) -> None:
-        """End the job if a rank was told to stop."""
+    def _look(self, where: str, name: str | None, *, is_due: bool) -> None:
+        """End the job if a rank was told to stop; if it is due, compare."""
         watcher = self._config.termination_watcher_fn
         if watcher is not None and watcher():
             self._notice = self._notice or ("termination_watcher_fn", time.monotonic())
         if self._notice is not None:  # again, after a signal: another handler, which was closed, has lowered the flag
             self._guard.raise_flag()
-        self._unvoted += 1
-        if self._unvoted >= self._steps_between_votes and not self._guard.flag_was_seen:
-            self._unvoted = 0
+        if is_due and not self._guard.flag_was_seen:
             with Call(self._guard, where, called=name) as call:
                 call.agree("look for signals")
         if self._guard.flag_was_seen:

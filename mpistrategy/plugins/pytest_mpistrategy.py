@@ -38,7 +38,6 @@ class Reports:
         self.stderr: int = os.dup(2)
         self._pid = os.getpid()
         self._failures: list[str] = []
-        self._more = 0
 
     def is_of_this_process(self) -> bool:
         """Return whether this is not a forked child of the session."""
@@ -46,15 +45,13 @@ class Reports:
 
     def failed_tests(self) -> str:
         """Return the failures of this rank that pytest has not shown yet; "" without any."""
-        more = [f"and {self._more} more failed on this rank"] * bool(self._more)
-        return "\n".join([*self._failures, *more])
+        more = len(self._failures) - _MOST_FAILURES
+        last = [f"and {more} more failed on this rank"] * (more > 0)
+        return "\n".join([*self._failures[:_MOST_FAILURES], *last])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         """Keep a failure."""
         if not report.failed:
-            return
-        if len(self._failures) == _MOST_FAILURES:
-            self._more += 1
             return
         when = getattr(report, "when", "collect")
         lines = report.longreprtext.splitlines()
@@ -67,7 +64,6 @@ class Reports:
     def pytest_unconfigure(self) -> None:
         """Forget the failures: pytest has shown them."""
         self._failures.clear()
-        self._more = 0
 
 
 #: None where there are no ranks, or pytest does not run.
