@@ -86,7 +86,9 @@ def of_processes(processes: Sequence[int]) -> View:
             continue
         for status in statuses:  # an older status is of a closed strategy
             if status.rank not in newest or status.beat > newest[status.rank].beat:
-                newest[status.rank] = _from_outside(status)
+                is_old = time.monotonic() - status.beat > _SILENT_SECONDS and not status.state
+                silent = why_silent(status.process) if is_old else ""
+                newest[status.rank] = replace(status, host=node_name(), silent=silent)
         strategy, size = (int(board.all(name)[0]) for name in ("strategy", "size"))
         calls.append(last_calls(statuses, strategy or -inode, size, time.time() - time.monotonic()))
     return View([newest[rank] for rank in sorted(newest)], calls, [] if newest else [trouble])
@@ -116,11 +118,6 @@ def _shared_files(process: int) -> dict[int, str]:
             if os.readlink(path).startswith(_FILE):
                 files[os.stat(path).st_ino] = path
     return files
-
-
-def _from_outside(status: RankStatus) -> RankStatus:
-    is_old = time.monotonic() - status.beat > _SILENT_SECONDS and not status.state
-    return replace(status, host=node_name(), silent=why_silent(status.process) if is_old else "")
 
 
 def _board_in(path: str) -> StatusBoard | None:

@@ -240,14 +240,9 @@ def _about_call(guard: Guard, call: CurrentCall) -> dict[str, Any]:
     signature = call.signature or Signature("")
     where, title, place = signature.call or call.where, signature.name or call.name, signature.place or call.place
     name, args = _in_words(signature._replace(call=where, name=title, place=place))
-    group = _group_of(guard) if _is_meeting(signature) else ""
+    watched = watchdog.here.groups.get(guard) if _is_meeting(signature) else None  # None for one rank, too
+    group = "" if watched is None else os.path.basename(watched.directory.path)  # unique to the strategy
     return {"name": name, "args": args | {"number": call.number} | ({"group": group} if group else {})}
-
-
-def _group_of(guard: Guard) -> str:
-    """Return a name of the ranks of `guard`, equal on all these ranks and unique to the strategy; "" for one rank."""
-    watched = watchdog.here.groups.get(guard)
-    return "" if watched is None else os.path.basename(watched.directory.path)
 
 
 def _is_meeting(signature: Signature) -> bool:
