@@ -171,8 +171,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--second-mpi",
         action="store_true",
-        help="leave out what came out on another MPI: tests marked one_rank or that start jobs, and on 1 rank what is "
-        "above mpistrategy.mpi, unless marked each_mpi",
+        help="leave out, on 1 rank, what came out on another MPI: all that is not marked each_mpi",
     )
 
 
@@ -214,8 +213,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out files of which --second-mpi leaves out every test: their imports would take longer than the others."""
     if not config.option.second_mpi or config.stash[RANKS].size > 1 or not collection_path.name.startswith("test_"):
         return None
-    is_of_mpi = _folder_of(collection_path) == "mpi"
-    return None if is_of_mpi or "each_mpi" in collection_path.read_text(encoding="utf-8") else True
+    return None if "each_mpi" in collection_path.read_text(encoding="utf-8") else True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -311,7 +309,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if ranks.size > 1:
         _drop(config, items, lambda item: _is_of_one_rank(item) or _starts_jobs(item))
     elif config.option.second_mpi:
-        _drop(config, items, _came_out_on_another_mpi)
+        _drop(config, items, lambda item: item.get_closest_marker("each_mpi") is None)
     for item in items:
         handle = getattr(getattr(item, "obj", None), "hypothesis", None)
         if ranks.size > 1 and handle is not None and not hasattr(handle.inner_test, "agreed"):
@@ -330,16 +328,6 @@ def _mark_further_jobs(items: Sequence[pytest.Item]) -> None:
 
 def _is_of_one_rank(item: pytest.Item) -> bool:
     return item.get_closest_marker("one_rank") is not None and item.get_closest_marker("mpi") is None
-
-
-def _came_out_on_another_mpi(item: pytest.Item) -> bool:
-    """Return whether a test on one rank would come out alike on each MPI."""
-    is_of_mpi = _folder_of(item.path) == "mpi" and not _is_of_one_rank(item) and not _starts_jobs(item)
-    return not is_of_mpi and item.get_closest_marker("each_mpi") is None
-
-
-def _folder_of(path: Path) -> str:
-    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 def _starts_jobs(item: pytest.Item) -> bool:

@@ -77,7 +77,7 @@ class Lane:
     @property
     def patience(self) -> int:
         """How many times as long as on a quiet machine jobs may take, beside others or where a processor is the GPU."""
-        return 10 if self.on_cpu else 3
+        return 30 if self.on_cpu else 3
 
     def job(self, name: str, command: Sequence[object], seconds: float, **environment: str) -> Ended:
         """Run a command; whatever it has started is gone afterwards."""

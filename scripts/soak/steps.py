@@ -62,7 +62,7 @@ def make_steps(strategy: ms.Strategy, steps: int) -> None:
 def soak(options: argparse.Namespace) -> bool:
     """Make the steps and the strategies; return whether something grew."""
     strategy = ms.MirroredStrategy()
-    make_steps(strategy, max(500, options.count // 10))  # caches fill up
+    make_steps(strategy, max(100, options.count // 10))  # caches fill up
     for _ in range(20):
         ms.MirroredStrategy().close()
     before = measures()

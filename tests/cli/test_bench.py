@@ -23,7 +23,6 @@ Launch = Callable[..., launching.Finished]
 BENCH = ["-m", "mpistrategy", "bench"]
 
 
-@pytest.mark.each_mpi
 @pytest.mark.slow
 def test_one_array(launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"

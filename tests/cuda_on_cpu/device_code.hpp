@@ -170,7 +170,7 @@ struct Entry<NAME, HAS_BARRIERS> {
         for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
             for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
                 for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
-                    if (HAS_BARRIERS)
+                    if constexpr (HAS_BARRIERS)
                         together(launch, thread);
                     else
                         one_by_one(launch, thread);

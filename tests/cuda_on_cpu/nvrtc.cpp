@@ -136,8 +136,10 @@ bool compile(Program& program, const std::vector<std::string>& options) {
                 ";\nconst standin::Kernel standin_kernel_" + name + " = standin::Entry<&" + name + ", " + has_barriers +
                 ">::made;\n";
     write(base + ".cpp", body);
-    const std::string whole = "g++ -shared" + flags + " -include " + quoted(header(head, flags, work));
-    is_right = is_right && run(whole + " " + quoted(base + ".cpp") + " -o " + quoted(base + ".so"), log);
+    // Of the usual libraries only these: to look into the others takes as long as half of the compiler's work.
+    const std::string whole = "g++ -shared -nodefaultlibs" + flags + " -include " + quoted(header(head, flags, work));
+    const std::string made_of = " " + quoted(base + ".cpp") + " -o " + quoted(base + ".so") + " -lstdc++ -lgcc";
+    is_right = is_right && run(whole + made_of, log);
     program.log = read(log);
     if (is_right) {
         std::rename((base + ".so").c_str(), made.c_str());

@@ -177,6 +177,7 @@ def uses_of(strategy: ms.Strategy) -> dict[str, Callable[[Any], Any]]:
     return {**reads, **writes, **collectives}
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 def test_nothing_works_inside_a_trace(strategy: ms.Strategy, transformation: str) -> None:
     uses = uses_of(strategy)

@@ -12,7 +12,7 @@ from conformance.replay import Ranks, replay
 from replicas import ALL, RANK, SIZE
 
 #: The short lane replays every so many cases.
-EVERY = 1 if ALL or gpu_here.IS_GPU else 8
+EVERY = 1 if ALL or gpu_here.IS_GPU else 16
 
 
 @pytest.mark.mpi

@@ -20,6 +20,7 @@ OBJECTS = [
 ]
 
 
+@pytest.mark.one_rank
 def test_public_names_and_signatures_are_those_of_the_file() -> None:
     held = public_names.FILE.read_text(encoding="utf-8").splitlines()
     changed = list(
