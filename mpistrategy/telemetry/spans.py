@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, ContextDecorator
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi.contract import observers
@@ -27,9 +26,7 @@ class Switched(ABC):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.stop()
 
 
@@ -53,11 +50,9 @@ class Span(ContextDecorator):
             self._intervals[-1].__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._intervals:
-            self._intervals.pop().__exit__(kind, error, trace)
+            self._intervals.pop().__exit__(*error)
 
 
 def span(name: str) -> Span:

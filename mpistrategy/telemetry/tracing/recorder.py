@@ -78,7 +78,6 @@ class Trace(Switched, Settable):
         """Begin to record, into a new file."""
         self.stop()
         self._recorder = Recorder(os.path.abspath(self.directory))
-        self._recorder.start()
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -113,7 +112,7 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
 
 
 class Recorder:
-    """Records this process into a file of its own.
+    """Records this process into a file of its own, from now on.
 
     Args:
         directory: where; made if need be, for the user alone (`mpistrategy.own_files.make_folder`).
@@ -125,14 +124,11 @@ class Recorder:
         self.path: str = ""
         self._waiting: deque[dict[str, Any]] = deque()
         self._steps = self._count = 0
-        self._open: dict[Any, dict[str, Any]] = {}
+        self._open: dict[Guard, dict[str, Any]] = {}
         self._tracks: dict[int, tuple[int, int]] = {}
         self._file: IO[str] | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrategy trace", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
         self._thread.start()
         observers.observers.append(self)
 
@@ -151,27 +147,23 @@ class Recorder:
     def left(self, guard: Guard, call: CurrentCall) -> None:
         """Put a collective into the queue."""
         if guard in self._open:
-            self._put(self._ended(guard) | _about_call(guard, call))
+            self._put(self._open.pop(guard), _about_call(guard, call))
 
     def begin(self, kind: str, name: str) -> Any:
-        """Note when a step or a span begins."""
-        token, event = object(), self._event(kind, name)
+        """Return the event of a step or a span, which begins."""
+        event = self._event(kind, name)
         if kind == "step":
             self._steps += 1
             event |= {"name": f"step {self._steps}", "args": {"function": name, "number": self._steps}}
-        self._open[token] = event
-        return token
+        return event
 
     def end(self, token: Any) -> None:
         """Put what began into the queue."""
-        self._put(self._ended(token))
+        self._put(token, {})
 
-    def _ended(self, token: Any) -> dict[str, Any]:
-        event = self._open.pop(token)
-        return event | {"ts": event["ts"] / 1e3, "dur": (_now() - event["ts"]) / 1e3}
-
-    def _put(self, event: dict[str, Any]) -> None:
-        self._waiting.append(event)
+    def _put(self, event: dict[str, Any], more: dict[str, Any]) -> None:
+        duration = {"ts": event["ts"] / 1e3, "dur": (_now() - event["ts"]) / 1e3}
+        self._waiting.append(event | duration | more)
         self._count += 1
         if self._count == MOST_EVENTS:
             self._give_up(f"it has {MOST_EVENTS} events")
