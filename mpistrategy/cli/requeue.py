@@ -20,7 +20,6 @@ import contextlib
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple
 STOPPED = 75
 _DONE = "is done"
 _PATIENCE_SECONDS = 60
+_OUTPUT = "/proc/self/fd/2"
 _FAULTS = "Out Of Memory|Segmentation fault|Aborted|Killed|Bus error|Illegal instruction|Floating point exception"
 #: What launchers say of a rank that a signal of its own fault has ended.
 _FAULT = re.compile(
@@ -106,18 +106,12 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _size_of_output() -> int | None:
-    """Return the size of the output of the job; None where the output is no file."""
-    state = os.fstat(2)
-    return state.st_size if stat.S_ISREG(state.st_mode) else None
-
-
-def _fault_in_output(start: int | None) -> str:
+def _fault_in_output(start: int) -> str:
     """Return the launcher's line, from `start` on, about a rank that ended by its own fault; "" for none."""
-    if start is None:
+    if not os.path.isfile(_OUTPUT):  # a pipe, or a terminal
         return ""
     srun_ends = False
-    with contextlib.suppress(OSError), open("/proc/self/fd/2", errors="replace") as file:
+    with contextlib.suppress(OSError), open(_OUTPUT, errors="replace") as file:
         file.seek(start)
         for line in map(str.rstrip, file):
             srun_ends = srun_ends or bool(_SRUN_ENDS.search(line))
@@ -162,7 +156,7 @@ class Step:
             seconds: when the program is told to stop, if the batch system sends no signal; 0 for never.
         """
         signal.alarm(seconds)
-        start, has_notes = _size_of_output(), "--unfinished" in self._command
+        start = os.fstat(2).st_size
         try:
             with subprocess.Popen(self._command) as self._process:
                 self._hand_on()
@@ -173,23 +167,19 @@ class Step:
             self.status = 127
             return False, "failed with status 127"
         self.status = code if code >= 0 else 128 - code  # as a shell counts
-        for number in (signal.SIGUSR2, signal.SIGALRM):
-            signal.signal(number, signal.SIG_IGN)
-        if not has_notes:  # the ranks could write nothing
-            again = self.status != 0 and (self._is_told or self.status == STOPPED)
-            return again, f"{'stopped' if again else 'failed'} with status {self.status}" if self.status else _DONE
-
         notes = None
+        if "--unfinished" not in self._command and self.status and (self._is_told or self.status == STOPPED):
+            notes = ["stopped"]  # the ranks could write nothing
         with contextlib.suppress(FileNotFoundError), open(self.notes, errors="replace") as file:
             notes = file.read().splitlines()
         _remove(self.notes)
         return self._verdict(notes, start)
 
-    def _verdict(self, notes: list[str] | None, start: int | None) -> tuple[bool, str]:
+    def _verdict(self, notes: list[str] | None, start: int) -> tuple[bool, str]:
         """Return whether the program is to be started once more, and why, as words behind "the program".
 
         Args:
-            notes: the lines that the ranks have written; None where rank 0 has removed the file.
+            notes: the lines that the ranks have written; None where rank 0 has removed the file, or there was none.
             start: where the output of this start begins.
         """
         if notes is None:
@@ -255,7 +245,12 @@ def run(options: argparse.Namespace) -> int:
         count = f"restart {batch.restarts}" if options.chain is None else f"link {options.link}"
         place = os.environ.get("SLURM_JOB_NODELIST", os.environ.get("PBS_NODEFILE"))
         print(f"job {batch.job}, {count} of {options.at_most}, on {place}: {sys.executable}, {_now()}", flush=True)
-        next_job = _submit_next(batch, options)
+        if options.before:  # it has ended, perhaps by a SIGKILL
+            _remove(_path_of_notes(options.before))
+        next_job = ""
+        if options.chain is not None and options.link < options.at_most:
+            next_job = _answer(batch.submit).partition(";")[0]  # now: a job that is killed gets no further
+            print(f"job {batch.job}: job {next_job} goes on after it", flush=True)
         again, why = step.run(options.tell_after)
     except (OSError, subprocess.CalledProcessError) as error:  # of sbatch, qsub or qstat
         _remove(_path_of_notes(os.environ[variable]))
@@ -278,17 +273,6 @@ def run(options: argparse.Namespace) -> int:
     if step.status == 0 and why != _DONE:
         return STOPPED if again else 1
     return step.status
-
-
-def _submit_next(batch: Batch, options: argparse.Namespace) -> str:
-    """Submit the next job of a chain; return its number, "" for none."""
-    if options.before:  # it has ended, perhaps by a SIGKILL
-        _remove(_path_of_notes(options.before))
-    if options.chain is None or options.link >= options.at_most:
-        return ""
-    next_job = _answer(batch.submit).partition(";")[0]  # now, and not at the end: a job that is killed gets no further
-    print(f"job {batch.job}: job {next_job} goes on after it", flush=True)
-    return next_job
 
 
 if __name__ == "__main__":

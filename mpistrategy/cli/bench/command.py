@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy import own_files
 from mpistrategy.cli.bench.cases import LISTS, cases
 from mpistrategy.cli.bench.timing import measure, tell
 from mpistrategy.cli.ranks import Ranks
@@ -107,7 +106,6 @@ def _save(options: argparse.Namespace, ranks: Ranks) -> int:
     try:
         file = file_for(about["mpi"], about["ranks_on_node"], about["nodes"])
         if ranks.rank == 0:
-            own_files.make_folders(str(file.parent))
             save(result, file)
         note = f"Every new strategy of {about['ranks_on_node']} ranks on each of {about['nodes']} node(s) uses it."
         tell(ranks, f"saved {file}. {note}")
