@@ -10,12 +10,10 @@ import sys
 
 from mpistrategy import own_files
 from mpistrategy.cli.slurm import scripts, sites
-from mpistrategy.cli.slurm.keys import KEYS
+from mpistrategy.cli.slurm.keys import KEYS, refuse
 from mpistrategy.cli.slurm.scripts import TEMPLATES
-from mpistrategy.errors import OptionError
 from mpistrategy.objects.text import encoded
 
-_WHERE = "mpistrategy slurm"
 _OTHERS = shutil.ignore_patterns("*.md", "__pycache__")
 
 
@@ -42,11 +40,11 @@ def run(options: argparse.Namespace) -> int:
         elif options.template is not None:
             _render(options)
         else:
-            raise OptionError.at(_WHERE, found="no template", expected="a template, or --list, or --all FOLDER")
+            refuse("no template", "a template, or --list, or --all FOLDER")
     except BrokenPipeError:
         raise  # of the screen, not of a file
     except OSError as error:
-        raise OptionError.at(_WHERE, found=str(error), expected="files that can be written") from None
+        refuse(str(error), "files that can be written")
     return 0
 
 
@@ -60,8 +58,7 @@ def _render(options: argparse.Namespace) -> None:
         sys.stdout.write(text)
         return
     if not options.force and os.path.lexists(options.output):
-        fix = "--force overwrites it."
-        raise OptionError.at(_WHERE, found=f"{options.output}, which is there", expected="a new file", fix=fix)
+        refuse(f"{options.output}, which is there", "a new file", "--force overwrites it.")
     with own_files.whole_file(os.path.realpath(options.output)) as whole:  # behind a link, the file that it names
         whole.write(encoded(text))
         os.fchmod(whole.fileno(), 0o644)

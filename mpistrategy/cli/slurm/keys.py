@@ -22,18 +22,18 @@ from mpistrategy.objects.shown import did_you_mean
 Parse = Callable[[object, str], str]
 
 
-def refuse(key: str, value: object, expected: str, fix: str = "") -> NoReturn:
-    """Raise the error of a value."""
-    raise OptionError.at("mpistrategy slurm", found=f"{key}={value!r}", expected=expected, fix=fix)
+def refuse(found: str, expected: str, fix: str = "") -> NoReturn:
+    """Raise the error of the command."""
+    raise OptionError.at("mpistrategy slurm", found=found, expected=expected, fix=fix)
 
 
 def one_line(value: object, key: str) -> str:
     """Return a text without line ends, control characters and other characters that cannot be seen."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        refuse(key, value, "a text")
+        refuse(f"{key}={value!r}", "a text")
     text = str(value)
     if not (text and text.isprintable() and text == text.strip()):
-        refuse(key, value, "one line of characters that can be seen, without blanks around it")
+        refuse(f"{key}={value!r}", "one line of characters that can be seen, without blanks around it")
     return text
 
 
@@ -43,7 +43,7 @@ def matching(pattern: str, expected: str) -> Parse:
     def parse(value: object, key: str) -> str:
         text = one_line(value, key)
         if not re.fullmatch(pattern, text, re.ASCII):
-            refuse(key, value, expected)
+            refuse(f"{key}={value!r}", expected)
         return text
 
     return parse
@@ -67,7 +67,7 @@ def choice(*eligible: str) -> Parse:
     def parse(value: object, key: str) -> str:
         text = str(value).lower() if isinstance(value, bool) else one_line(value, key)
         if text not in eligible:
-            refuse(key, value, f"one of {', '.join(eligible)}", did_you_mean(text, eligible))
+            refuse(f"{key}={value!r}", f"one of {', '.join(eligible)}", did_you_mean(text, eligible))
         return text
 
     return parse
@@ -84,7 +84,7 @@ def path(value: object, key: str) -> str:
     text = one_line(value, key)
     if re.search(r"[$`]|^-|^~(?!/)", text):
         fix = "Nothing is expanded but a leading ~/; write the whole path out. Put ./ before a -."
-        refuse(key, value, "a path as it is", fix)
+        refuse(f"{key}={value!r}", "a path as it is", fix)
     if text.startswith("~/"):
         return '"$HOME"/' + (shlex.quote(text[2:]) if text[2:] else "")
     return shlex.quote(text)
@@ -95,7 +95,7 @@ def parts(value: object, key: str) -> list[str]:
     try:
         split = value if isinstance(value, list) else shlex.split(one_line(value, key))
     except ValueError as error:
-        refuse(key, value, "words as on a command line", f"{error}.")
+        refuse(f"{key}={value!r}", "words as on a command line", f"{error}.")
     return [one_line(part, key) for part in split]
 
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpistrategy.cli.slurm import sites
-from mpistrategy.cli.slurm.keys import KEYS, in_seconds
+from mpistrategy.cli.slurm.keys import KEYS, in_seconds, refuse
 from mpistrategy.cli.slurm.sites import Site
-from mpistrategy.errors import OptionError
 from mpistrategy.objects.shown import did_you_mean
 
 _HERE = Path(__file__).resolve().parent
@@ -143,19 +142,19 @@ def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[
     """
     if template not in TEMPLATES:
         near = did_you_mean(template, TEMPLATES)
-        raise _refusal(f"the template {template!r}", f"one of {', '.join(TEMPLATES)}", near)
+        refuse(f"the template {template!r}", f"one of {', '.join(TEMPLATES)}", near)
     site = sites.load(statement["site"]) if "site" in statement else Site()
     if site.templates and template not in site.templates:
-        raise _refusal(f"the template {template!r} for the site {site.name}", f"one of {', '.join(site.templates)}")
+        refuse(f"the template {template!r} for the site {site.name}", f"one of {', '.join(site.templates)}")
     eligible = keys_of(template, site)
     for key in statement:
         if key in site.skip and key != "cpus_per_task":  # which says how many threads a rank has, too
-            raise _refusal(f"{key}=", f"no such key: {site.name} refuses jobs that have it")
+            refuse(f"{key}=", f"no such key: {site.name} refuses jobs that have it")
         if key not in (*eligible, "site"):
             hint = "Others have it: another template, launcher or batch system."
             fix = hint if key in KEYS else did_you_mean(key, ["site", *eligible])
             expected = f"keys of the template {template}: {', '.join(['site', *eligible])}"
-            raise _refusal(f"the key {key!r}", expected, fix)
+            refuse(f"the key {key!r}", expected, fix)
     settings = {key: KEYS[key].parse(value, key) for key, value in statement.items() if key != "site"}
     defaults = {key: KEYS[key].parse(value, key) for key, value in site.defaults.items() if key in eligible}
     merged = defaults | settings
@@ -165,19 +164,15 @@ def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[
     if gpus > site.gpus:
         fix = "" if site.gpus else "Its GPUs are none that this library can use: leave gpus_per_node out."
         where = site.name or "a node"
-        raise _refusal(f"gpus_per_node={merged['gpus_per_node']}", f"at most {site.gpus} on {where}", fix)
+        refuse(f"gpus_per_node={merged['gpus_per_node']}", f"at most {site.gpus} on {where}", fix)
     if gpus and int(merged["tasks_per_node"]) != gpus:
         conflict = f"tasks_per_node={merged['tasks_per_node']} and gpus_per_node={gpus}"
-        raise _refusal(conflict, "as many ranks as GPUs: a rank drives one", "Leave tasks_per_node out.")
+        refuse(conflict, "as many ranks as GPUs: a rank drives one", "Leave tasks_per_node out.")
     limit, lead = merged.get("time", "00:10:00"), merged.get("signal_lead", "120")
     if "signal_lead" in eligible and int(lead) >= in_seconds(limit):
         conflict = f"signal_lead={lead} and time={limit}"
-        raise _refusal(conflict, "a signal_lead in seconds that is less than the time limit")
+        refuse(conflict, "a signal_lead in seconds that is less than the time limit")
     return site, merged
-
-
-def _refusal(found: str, expected: str, fix: str = "") -> OptionError:
-    return OptionError.at("mpistrategy slurm", found=found, expected=expected, fix=fix)
 
 
 def written(template: str, site: Site, settings: Mapping[str, str], file: str = "") -> str:

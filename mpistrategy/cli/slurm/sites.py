@@ -71,7 +71,7 @@ def load(name: object) -> Site:
     path = Path(os.path.expanduser(text)) if text.endswith(".toml") else FOLDER / f"{text}.toml"
     if not text.endswith(".toml") and text not in names():
         expected = f"one of {', '.join(names())}, or the path of a profile that ends in .toml"
-        refuse("site", name, expected, did_you_mean(text, names()))
+        refuse(f"site={name!r}", expected, did_you_mean(text, names()))
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
