@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from mpistrategy.arrays.convert import cupy_for
 from mpistrategy.cli.ranks import Ranks
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.strategy.strategy import Strategy
 
 Shapes = list[tuple[int, ...]]
 
@@ -83,7 +81,6 @@ class Case:
         nbytes: the bytes that each rank contributes.
         variants: at least one.
         finish: waits until a call is done, where calls return before that: on GPUs.
-        within: a context that is entered while the variants are called.
     """
 
     suite: str
@@ -91,19 +88,19 @@ class Case:
     nbytes: int
     variants: Sequence[Variant]
     finish: Callable[[], object] = lambda: None
-    within: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
-def cases(ranks: Ranks, strategy: Strategy, sizes: Sequence[int], lists: Sequence[str], on_gpu: bool) -> Iterator[Case]:
+def cases(
+    ranks: Ranks, ctx: ReplicaContext, sizes: Sequence[int], lists: Sequence[str], on_gpu: bool
+) -> Iterator[Case]:
     """Yield a case for every size in bytes, of one float32 array, and for every list in `LISTS`.
 
     Args:
         ranks: for the variants by mpi4py.
-        strategy: for the variants by this library.
+        ctx: for the variants by this library; the caller has entered it.
         sizes, lists: which.
         on_gpu: whether operands lie in GPU memory.
     """
-    ctx = ReplicaContext(strategy, strategy.replica_id_in_sync_group)
     zeros: Any = np.zeros
     finish: Callable[[], object] = Case.finish
     if on_gpu:
@@ -111,20 +108,20 @@ def cases(ranks: Ranks, strategy: Strategy, sizes: Sequence[int], lists: Sequenc
         zeros, finish = cupy.zeros, cupy.cuda.get_current_stream().synchronize
     for nbytes in sizes:
         array = zeros(nbytes // 4, dtype=np.float32)
-        variants = [_by_mpi(ranks, [array], on_gpu), *_by_strategy(strategy, ctx, array, [array])]
-        yield Case("all_reduce", size_in_words(nbytes), nbytes, variants, finish, ctx)
+        variants = [_by_mpi(ranks, [array], on_gpu), *_by_strategy(ctx, array, [array])]
+        yield Case("all_reduce", size_in_words(nbytes), nbytes, variants, finish)
     for name in lists:
         arrays = [zeros(shape, dtype=np.float32) for shape in LISTS[name]()]
-        variants = [_by_mpi(ranks, arrays, on_gpu), *_by_strategy(strategy, ctx, arrays, arrays)]
-        yield Case("lists", name, sum(array.nbytes for array in arrays), variants, finish, ctx)
+        variants = [_by_mpi(ranks, arrays, on_gpu), *_by_strategy(ctx, arrays, arrays)]
+        yield Case("lists", name, sum(array.nbytes for array in arrays), variants, finish)
 
 
-def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: Sequence[Any]) -> Iterator[Variant]:
+def _by_strategy(ctx: ReplicaContext, value: Any, operands: Sequence[Any]) -> Iterator[Variant]:
     all_reduce = ctx.all_reduce
     yield Variant("mpistrategy", partial(all_reduce, "SUM", value), operands)
     yield Variant("mpistrategy out=", partial(all_reduce, "SUM", value, out=value), operands)
     for name, shared_result in (("mpistrategy arena", False), ("mpistrategy arena, shared result", True)):
-        arena = strategy.arena(value, shared_result=shared_result)
+        arena = ctx.strategy.arena(value, shared_result=shared_result)
         operand_list = arena.values if isinstance(arena.values, list) else [arena.values]
         yield Variant(name, partial(all_reduce, "SUM", arena), operand_list, close=arena.close)
 

@@ -24,6 +24,7 @@ from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, file_for, libra
 from mpistrategy.objects.shown import time_in_words
 from mpistrategy.objects.text import encoded
 from mpistrategy.strategy.mirrored import MirroredStrategy
+from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.telemetry.own_rank import own_place
 
@@ -87,12 +88,13 @@ def _measure(options: argparse.Namespace, ranks: Ranks, strategy: Strategy) -> i
     about, figures = environment(ranks), list[dict[str, Any]]()
     if ranks.rank == 0:
         print(head(about), flush=True)
-    for case in cases(ranks, strategy, sizes, lists, options.devices != "cpu"):
-        figures.append(measure(case, ranks, seconds))
-        for variant in case.variants:
-            variant.close()
-        if ranks.rank == 0:  # at once: printed rows stay when the job is killed
-            print("\n".join(rows(figures[-1])), flush=True)
+    with ReplicaContext(strategy, strategy.replica_id_in_sync_group) as ctx:
+        for case in cases(ranks, ctx, sizes, lists, options.devices != "cpu"):
+            figures.append(measure(case, ranks, seconds))
+            for variant in case.variants:
+                variant.close()
+            if ranks.rank == 0:  # at once: printed rows stay when the job is killed
+                print("\n".join(rows(figures[-1])), flush=True)
     return _end(options, ranks, {"environment": about, "method": METHOD, "cases": figures})
 
 

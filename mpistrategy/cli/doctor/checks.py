@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 
 from mpistrategy.cli.doctor.findings import (
     BAD,
@@ -311,12 +310,10 @@ def cuda_aware(job: Job) -> list[Finding]:
     return [Finding(name, NOTE, f"not tried, {why}: {path}", f"If you know it: export {VARIABLE}=1, or 0")]
 
 
-Check = Callable[[Job], list[Finding]]
-
 #: For jobs whose ranks all answered, also where the library refuses to start.
-ALONE: tuple[Check, ...] = (launch, versions, library)
+ALONE = (launch, versions, library)
 #: For jobs that the library can start on.
-TOGETHER: tuple[Check, ...] = (
+TOGETHER = (
     thread_level,
     nodes,
     cores,
