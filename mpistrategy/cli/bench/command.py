@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from mpistrategy.cli.bench.cases import LISTS, cases
 from mpistrategy.cli.bench.timing import measure, tell
 from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import DeviceError, LaunchError, OptionError, UnsupportedError
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, file_for, library_name, save, trying
+from mpistrategy.mpi.tuning.thresholds import VARIABLE, file_for, library_name, save
 from mpistrategy.objects.shown import time_in_words
 from mpistrategy.objects.text import encoded
 from mpistrategy.strategy.mirrored import MirroredStrategy
@@ -65,9 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.save and options.devices != "cpu":
         raise OptionError.at(_WHERE, found=f"--devices {options.devices} with --save", expected="one of the two")
     try:
-        # Saved thresholds must not influence their own measurement.
-        with trying(DEFAULT) if options.save else nullcontext():
-            strategy = MirroredStrategy(options.devices)
+        strategy = MirroredStrategy(options.devices)
     except (DeviceError, UnsupportedError) as error:  # on all ranks
         if own_place()[0] == 0:
             sys.stderr.write(f"{_WHERE} --devices {options.devices}: {error}\n")

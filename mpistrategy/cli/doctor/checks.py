@@ -243,13 +243,9 @@ def leftovers(job: Job) -> list[Finding]:
     return [finding_of("leftovers", NOTE, ranks, text, fix) for ranks in groups if ranks]
 
 
-def _sight(rank: Facts) -> Sight:
-    return Sight.read(rank["sight"]) if rank["sight"] else Sight(host=rank["host"])
-
-
 def gpus(job: Job) -> list[Finding]:
     """Find GPUs that are hidden from the ranks, ranks that would share one, and ranks that see only their own."""
-    sights = [_sight(rank) for rank in job.facts]
+    sights = [Sight.read(rank["sight"]) for rank in job.facts]
     hidden = [
         rank
         for rank, sight in zip(job.facts, sights, strict=True)
@@ -276,7 +272,7 @@ def gpus(job: Job) -> list[Finding]:
 
 
 def _hidden(hidden: list[Facts]) -> Finding:
-    first, sight = hidden[0], _sight(hidden[0])
+    first, sight = hidden[0], Sight.read(hidden[0]["sight"])
     # Where Slurm promised no GPU, the user may want CPUs.
     verdict, problem = NOTE, "{gpu_devices} GPUs are on {host}, but {these_ranks} see none: "
     if first["gpus_promised"]:
@@ -291,7 +287,7 @@ def _hidden(hidden: list[Facts]) -> Finding:
 def cuda_aware(job: Job) -> list[Finding]:
     """Find an MPI that says that it takes GPU memory and does not."""
     trial, name, path = job.trial, "cuda-aware", "without NCCL arrays travel through the host (staged)"
-    if not any(_sight(rank).gpus for rank in job.facts):
+    if not any(Sight.read(rank["sight"]).gpus for rank in job.facts):
         return [Finding(name, OK, "not applicable: no rank sees a GPU")]
     refused = next((rank["cuda_refused"] for rank in job.facts if rank["cuda_refused"]), "")
     if trial is not None and trial.outcome == "wrong":

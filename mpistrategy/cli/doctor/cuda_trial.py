@@ -79,7 +79,7 @@ def try_all(ranks: Ranks, local_rank: int, job: Job) -> Outcome | None:
         local_rank: this rank's index on its node.
         job: the facts of all ranks, as rank 0 knows them.
     """
-    willing = all(rank["sight"] and Sight.read(rank["sight"]).gpus and not rank["cuda_refused"] for rank in job.facts)
+    willing = all(Sight.read(rank["sight"]).gpus and not rank["cuda_refused"] for rank in job.facts)
     if not ranks.from_first(int(willing and ranks.size > 1)):
         return None
     if ranks.rank == 0:

@@ -20,7 +20,7 @@ from mpistrategy.cli.doctor.findings import Facts, parts_of
 from mpistrategy.cli.ranks import Ranks
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import cuda_aware
-from mpistrategy.mpi.gpu.device_selection import look
+from mpistrategy.mpi.gpu.device_selection import Sight, look
 from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.shared_memory.memory_limits import memory
 from mpistrategy.mpi.tuning.thresholds import library_name
@@ -43,7 +43,7 @@ UNKNOWN: Facts = {
     "room_free": 0, "room_of": "", "shm_free": -1,
     # What it sees of GPUs (`device_selection.Sight.text`); device files of GPUs; whether there are AMD's;
     # how many Slurm promises on the node; CUDA_VISIBLE_DEVICES; why no GPU memory is given to MPI.
-    "sight": "", "gpu_devices": 0, "amd": False, "gpus_promised": 0, "visible": None, "cuda_refused": "",
+    "sight": Sight().text(), "gpu_devices": 0, "amd": False, "gpus_promised": 0, "visible": None, "cuda_refused": "",
     # Which network between nodes MPI uses, as far as the process shows, and which fast one is there.
     "network": "", "fabric": "",
     # What killed jobs have left on the node, in words; "" for nothing.
