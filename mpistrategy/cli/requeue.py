@@ -164,8 +164,7 @@ class Step:
         except OSError as error:  # it would be so again
             sys.stderr.write(f"mpistrategy requeue: {error}\n")
             _remove(self.notes)
-            self.status = 127
-            return False, "failed with status 127"
+            code = 127
         self.status = code if code >= 0 else 128 - code  # as a shell counts
         notes = None
         if "--unfinished" not in self._command and self.status and (self._is_told or self.status == STOPPED):
