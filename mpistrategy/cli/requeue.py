@@ -85,7 +85,6 @@ def _pbs(options: argparse.Namespace) -> Batch:
 
 
 def _succeeds(command: list[str], **how: Any) -> bool:
-    sys.stdout.flush()
     try:
         return subprocess.run(command, check=False, **how).returncode == 0
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -84,7 +84,6 @@ def try_all(ranks: Ranks, local_rank: int, job: Job) -> Outcome | None:
         return None
     if ranks.rank == 0:
         sys.stderr.write(f"mpistrategy doctor: gives GPU memory to MPI. If this ends here: export {VARIABLE}=0\n")
-        sys.stderr.flush()
     outcome = _trial(ranks, local_rank)
     if ranks.rank == 0 and outcome.outcome != "unverified":
         with suppress(OSError):  # strategies then go on as if nobody had tried
