@@ -173,9 +173,12 @@ class Unfinished:
 
 def _is_from_outside(error: BaseException | None) -> bool:
     """Return whether an error has its cause in another rank or in MPI: in a node that is gone, for one."""
-    if error is None:
-        return False
-    if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
-        return True
-    is_of_mpi = type(error).__module__.partition(".")[0] == "mpi4py"
-    return is_of_mpi or _is_from_outside(error.__cause__ or error.__context__)
+    visited = []
+    while error is not None and error not in visited:
+        if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
+            return True
+        if type(error).__module__.partition(".")[0] == "mpi4py":
+            return True
+        visited.append(error)
+        error = error.__cause__ or error.__context__
+    return False

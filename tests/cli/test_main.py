@@ -37,6 +37,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str], arguments: list[st
         (["bench", "--sizes", "4KiB"], "invalid size value: '4KiB'"),
         (["bench", "--sizes", "6"], "'6' is not a size"),
         (["bench", "--sizes", "0"], "'0' is not a size"),
+        (["doctor", "--timeout", "-1"], "invalid positive value: '-1'"),
         (["bench", "--json", "no such folder/x.json"], "'no such folder/x.json' cannot be written"),
         (["bench", "--json", "/"], "'/' cannot be written"),
         (["bench", "--quik"], "unrecognized arguments: --quik"),

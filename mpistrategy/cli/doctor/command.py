@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--ranks", type=int, default=0, metavar="N", help="how many ranks there should be")
     parser.add_argument(
-        "--timeout", type=float, default=_SECONDS, metavar="SECONDS", help=f"how long it may take; {_SECONDS:g}"
+        "--timeout", type=positive, default=_SECONDS, metavar="SECONDS", help=f"how long it may take; {_SECONDS:g}"
     )
     parser.add_argument(
         "--remove-leftovers",
@@ -47,6 +47,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--job", metavar="ID", help="a Slurm job: what each rank is doing, who has not come, who comes late"
     )
     hung.add_argument("--pid", type=int, metavar="PID", help="the same of the job of a process of this node")
+
+
+def positive(text: str) -> float:
+    """Read a number above 0."""
+    number = float(text)
+    if not number > 0:
+        raise ValueError
+    return number
 
 
 def run(options: argparse.Namespace) -> int:
