@@ -134,7 +134,6 @@ class FusedUpdate:
         self._device, self._dtype = parameters[0].device, parameters[0].dtype
         self._slots = tuple(slots[0])
         rows = [parameters, parameters, *([arrays[name] for arrays in slots] for name in self._slots)]
-        self._pointers = len(rows)
         #: For each launch, its variables, and its argument without the gradients.
         self._tables: list[tuple[slice, Array, int]] = []
         for first in range(0, len(parameters), arrays_of(len(rows))):
@@ -155,7 +154,7 @@ class FusedUpdate:
         """
         code, numbers = written_down(kernel, self._slots)
         with self._device:
-            function = _compiled(source(code, self._dtype, self._pointers))
+            function = _compiled(source(code, self._dtype, 2 + len(self._slots)))
             rounded = np.zeros(NUMBERS, np.float64)
             with np.errstate(over="ignore"):
                 rounded[: len(numbers)] = np.array(numbers).astype(self._dtype)  # as NumPy rounds a Python number

@@ -6,7 +6,7 @@ So a step needs no temporary arrays of the variable's size, and its bits equal t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,18 +19,15 @@ from mpistrategy.training.formulas import SCRATCH_ARRAYS, Kernel
 CHUNK_BYTES = 2**19
 
 
-class Scratch:
-    """Temporary arrays, made once for each dtype."""
+#: Temporary arrays, made once for each dtype.
+Scratch: TypeAlias = dict[np.dtype[Any], Array]
 
-    def __init__(self) -> None:
-        self._arrays: dict[np.dtype[Any], tuple[Array, ...]] = {}
 
-    def of(self, dtype: np.dtype[Any], size: int) -> tuple[Array, ...]:
-        """Return ``SCRATCH_ARRAYS + 1`` arrays of `size` elements (at most `chunk_size`): always the same memory."""
-        arrays = self._arrays.get(dtype)
-        if arrays is None:
-            arrays = self._arrays[dtype] = tuple(np.empty((SCRATCH_ARRAYS + 1, chunk_size(dtype)), dtype))
-        return tuple(array[:size] for array in arrays)
+def scratch_of(scratch: Scratch, dtype: np.dtype[Any], size: int) -> tuple[Array, ...]:
+    """Return ``SCRATCH_ARRAYS + 1`` arrays of `size` elements (at most `chunk_size`): always the same memory."""
+    if dtype not in scratch:
+        scratch[dtype] = np.empty((SCRATCH_ARRAYS + 1, chunk_size(dtype)), dtype)
+    return tuple(scratch[dtype][:, :size])
 
 
 def chunk_size(dtype: np.dtype[Any]) -> int:
@@ -59,7 +56,7 @@ class FlatUpdate:
                 piece,
                 flat[piece],
                 {name: slot[piece] for name, slot in beside.items()},
-                scratch.of(flat.dtype, piece.stop - piece.start)[:SCRATCH_ARRAYS],
+                scratch_of(scratch, flat.dtype, piece.stop - piece.start)[:SCRATCH_ARRAYS],
             )
             for piece in chunks(0, flat.size, chunk_size(flat.dtype))
         ]

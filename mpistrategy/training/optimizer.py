@@ -129,9 +129,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         #: The variables that slots were made for, each with its slots by name, also where it has none; by id.
         #: With the variables themselves, so that no other object gets their ids.
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
-        self._scratch = Scratch()
+        self._scratch: Scratch = {}
         self._plans: dict[tuple[int, ...], StepPlan] = {}
-        self._arenas: list[GradientArena] = []
+        self._arenas: dict[tuple[int, ...], GradientArena] = {}
         self._calls, self.latest_path = 0, ""
         #: The settings that ranks compare, in order; other attributes are the program's own.
         self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))

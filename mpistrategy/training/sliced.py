@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from mpistrategy.options import ReduceOp, VariableSynchronization
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training import kernels
-from mpistrategy.training.formulas import SCRATCH_ARRAYS, Kernel
-from mpistrategy.training.kernels import ChangedMemory, Scratch, chunk_size, chunks
+from mpistrategy.training.formulas import Kernel
+from mpistrategy.training.kernels import ChangedMemory, FlatUpdate, Scratch, chunk_size, chunks, scratch_of
 from mpistrategy.variables.variable import Variable
 
 #: Dtypes that are added without conversion, and whose sums do not depend on the alignment of the arrays.
@@ -34,24 +34,12 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 _MOST_ARENAS = 2
 
 
-class Place(NamedTuple):
-    """Where an array is: at the same offset in the memory of every rank of the node.
-
-    Attributes:
-        memory: flat uint8 arrays, by local rank.
-        offset: in bytes, a multiple of `ALIGNMENT`.
-    """
-
-    memory: tuple[Array, ...]
-    offset: int
-
-    def replicas(self, piece: slice, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        """Return a piece, in elements from the offset on, of every rank's copy."""
-        start, stop = (self.offset + at * dtype.itemsize for at in (piece.start, piece.stop))
-        return tuple(memory[start:stop].view(dtype) for memory in self.memory)
+#: Where an array is: flat uint8 arrays, the memory of every local rank, and the offset in each, a multiple of
+#: `ALIGNMENT` bytes.
+_Place: TypeAlias = tuple[tuple[Array, ...], int]
 
 
-class GradientArena:
+class GradientArena(NamedTuple):
     """The gradients of some variables, in memory that the ranks of the node share where they can.
 
     Attributes:
@@ -60,37 +48,32 @@ class GradientArena:
         numbers: the index of each variable, by its id.
     """
 
-    def __init__(self, arena: Arena[Any], variables: tuple[Variable, ...]) -> None:
-        self.arena = arena
-        self.variables = variables
-        self.numbers: dict[int, int] = {id(var): number for number, var in enumerate(variables)}
-        self._memory = [tuple(array.view(np.uint8) for array in bucket.arrays) for bucket in arena._buckets]
-
-    def place_of(self, var: Variable) -> Place:
-        """Return where the gradient of `var` is."""
-        bucket, place = self.arena._places[self.numbers[id(var)]]
-        return Place(self._memory[bucket], place.start * var.dtype.itemsize)
+    arena: Arena[Any]
+    variables: tuple[Variable, ...]
+    numbers: dict[int, int]
 
 
-def arena_of(arenas: list[GradientArena], strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
-    """Return the arena of exactly these variables; where there is none, append one.  Collective then."""
-    for arena in arenas:
-        if [*map(id, arena.variables)] == [*map(id, variables)]:
-            return arena
-    arenas.append(GradientArena(strategy.arena(list(variables)), variables))
-    return arenas[-1]
+#: The arenas of an optimizer, by the ids of their variables.
+Arenas: TypeAlias = dict[tuple[int, ...], GradientArena]
 
 
-def arena_for_step(
-    arenas: list[GradientArena], strategy: Strategy, variables: tuple[Variable, ...]
-) -> GradientArena | None:
-    """Return an arena that has these variables among others; where there is none, append one.  Collective then.
+def arena_of(arenas: Arenas, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
+    """Return the arena of exactly these variables; where there is none, make one.  Collective then."""
+    ids = tuple(map(id, variables))
+    if ids not in arenas:
+        numbers = {key: number for number, key in enumerate(ids)}
+        arenas[ids] = GradientArena(strategy.arena(list(variables)), variables, numbers)
+    return arenas[ids]
+
+
+def arena_for_step(arenas: Arenas, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena | None:
+    """Return an arena that has these variables among others; where there is none, make one.  Collective then.
 
     Returns:
         None instead of a third arena, where other variables have gradients in every step: memory would grow.
     """
     ids = {*map(id, variables)}
-    for arena in reversed(arenas):
+    for arena in reversed(arenas.values()):
         if ids <= arena.numbers.keys():
             return arena
     return arena_of(arenas, strategy, variables) if len(arenas) < _MOST_ARENAS else None
@@ -113,9 +96,9 @@ def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequ
     )
 
 
-def _place_of(var: Variable) -> Place:
+def _place_of(var: Variable) -> _Place:
     assert var._memory_slot is not None
-    return Place(var._memory_slot.slab.segments, var._memory_slot.offset)
+    return var._memory_slot.slab.segments, var._memory_slot.offset
 
 
 @dataclass
@@ -130,18 +113,17 @@ class _Run:
     """
 
     dtype: np.dtype[Any]
-    places: list[Place]
+    places: list[_Place]
     nbytes: int
     numbers: list[int]
 
-    def takes(self, dtype: np.dtype[Any], places: list[Place], nbytes: int) -> bool:
+    def takes(self, dtype: np.dtype[Any], places: list[_Place], nbytes: int) -> bool:
         """Return whether a variable continues this run: both are small, and nothing is between them."""
         is_small = len(self.numbers) > 1 or self.nbytes < kernels.CHUNK_BYTES
         distance = aligned(self.nbytes)
-        return (
-            (is_small and nbytes < kernels.CHUNK_BYTES and dtype == self.dtype)
-            and all(new.offset == own.offset + distance for own, new in zip(self.places, places, strict=True))
-            and all(new.memory[0] is own.memory[0] for own, new in zip(self.places, places, strict=True))
+        return (is_small and nbytes < kernels.CHUNK_BYTES and dtype == self.dtype) and all(
+            memory[0] is own_memory[0] and offset == own_offset + distance
+            for (own_memory, own_offset), (memory, offset) in zip(self.places, places, strict=True)
         )
 
 
@@ -153,8 +135,7 @@ class _Chunk(NamedTuple):
         piece: which elements of the run.
         gradients: of all ranks.
         total: for their sum.
-        parameter, slots: this rank's copies.
-        scratch: temporary arrays for the kernel.
+        update: of this rank's copies.
         copies: which of these arrays goes to which peer's copy.
     """
 
@@ -162,9 +143,7 @@ class _Chunk(NamedTuple):
     piece: slice
     gradients: tuple[Array, ...]
     total: Array
-    parameter: Array
-    slots: dict[str, Array]
-    scratch: tuple[Array, ...]
+    update: FlatUpdate
     copies: list[tuple[Array, Array]]
 
 
@@ -192,7 +171,7 @@ class SlicedStep:
         runs = _runs(gradients, variables, slots)
         me = self._ranks.local_rank
         #: What a step writes, and where it collects gradients.
-        self._changed = ChangedMemory([place.memory[me] for run in runs for place in run.places])
+        self._changed = ChangedMemory([memory[me] for run in runs for memory, _ in run.places])
         #: Of large variables, the part of this rank's gradient that only this rank reads.
         self._own: dict[int, slice] = {}
         self._chunks: list[_Chunk] = []
@@ -201,17 +180,19 @@ class SlicedStep:
             if number is not None:
                 self._own[number] = share
             for piece in chunks(share.start, share.stop, chunk_size(run.dtype)):
-                buffers = scratch.of(run.dtype, piece.stop - piece.start)
-                parameters, parts, *beside = (place.replicas(piece, run.dtype) for place in run.places)
+                start, stop = (at * run.dtype.itemsize for at in (piece.start, piece.stop))
+                parameters, parts, *beside = (
+                    tuple(array[offset + start : offset + stop].view(run.dtype) for array in memory)
+                    for memory, offset in run.places
+                )
+                own_slots = {name: replicas[me] for name, replicas in zip(slots[0], beside, strict=True)}
                 self._chunks.append(
                     _Chunk(
                         number,
                         piece,
                         parts,
-                        buffers[SCRATCH_ARRAYS],
-                        parameters[me],
-                        {name: replicas[me] for name, replicas in zip(slots[0], beside, strict=True)},
-                        buffers[:SCRATCH_ARRAYS],
+                        scratch_of(scratch, run.dtype, piece.stop - piece.start)[-1],
+                        FlatUpdate(parameters[me], own_slots, scratch),
                         [
                             (all_of[me], peer)
                             for all_of in (parameters, *beside)
@@ -244,7 +225,7 @@ class SlicedStep:
                     np.add(total, part, out=total)
                 if mean:
                     divide_by(size, total)
-            kernel(chunk.parameter, total, chunk.slots, chunk.scratch)
+            chunk.update.run(kernel, [total])
             for source, target in chunk.copies:
                 target[...] = source
         self._ranks.node_barrier()
@@ -284,8 +265,11 @@ def _runs(
 ) -> list[_Run]:
     """Return the runs of the variables.  Padding is part of a run: it is updated, too, and nobody reads it."""
     runs: list[_Run] = []
+    memory = [tuple(array.view(np.uint8) for array in bucket.arrays) for bucket in gradients.arena._buckets]
     for number, (var, beside) in enumerate(zip(variables, slots, strict=True)):
-        places = [_place_of(var), gradients.place_of(var), *map(_place_of, beside.values())]
+        bucket, member = gradients.arena._places[gradients.numbers[id(var)]]
+        gradient = memory[bucket], member.start * var.dtype.itemsize
+        places = [_place_of(var), gradient, *map(_place_of, beside.values())]
         nbytes = var.local_view.nbytes
         if not (runs and runs[-1].takes(var.dtype, places, nbytes)):
             runs.append(_Run(var.dtype, places, nbytes, [number]))
