@@ -53,15 +53,13 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     losses = reducible(per_example_loss, where)
     if losses.ndim == 0:
         raise ShapeError.at(where, found="a scalar", expected="one loss for each row", fix="Do not add them up before.")
-    rows, dtype = losses.shape[0], np.dtype(np.float64) if losses.dtype.kind in "iu" else losses.dtype
+    weights = None
     if sample_weight is not None:
-        weights = reducible(sample_weight, where)
-        weights = weights_of_rows(weights, losses.shape, where, "sample_weight")
-        losses = losses.astype(wire_dtype(dtype), copy=False) * weights.astype(wire_dtype(dtype), copy=False)
+        weights = weights_of_rows(reducible(sample_weight, where), losses.shape, where, "sample_weight")
     if global_batch_size is None:
-        global_batch_size = rows * replicas
+        global_batch_size = losses.shape[0] * replicas
     size = checked_count(where, "global_batch_size", global_batch_size)
-    return _part(losses, dtype, size, per_example_loss)
+    return _part(losses, size, per_example_loss, weights)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -84,13 +82,14 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     where = "scale_regularization_loss"
     replicas = required_context(where).strategy.num_replicas_in_sync
-    loss = reducible(regularization_loss, where)
-    dtype = np.dtype(np.float64) if loss.dtype.kind in "iu" else loss.dtype
-    return _part(loss, dtype, replicas, regularization_loss)
+    return _part(reducible(regularization_loss, where), replicas, regularization_loss)
 
 
-def _part(losses: Any, dtype: np.dtype[Any], count: int, original: Any) -> Any:
-    """Return the sum over `count` in `dtype`, as the kind of array of `original`; 16-bit floats are rounded once."""
+def _part(losses: Any, count: int, original: Any, weights: Any = None) -> Any:
+    """Return the weighted sum over `count`, as the kind of array of `original`; 16-bit floats are rounded once."""
+    dtype = np.dtype(np.float64) if losses.dtype.kind in "iu" else losses.dtype
     wide = wire_dtype(dtype)
+    if weights is not None:
+        losses = losses.astype(wide, copy=False) * weights.astype(wide, copy=False)
     total = any_array(losses.sum(dtype=wide) / wide.type(count))
     return like_given(total.astype(dtype, copy=False)[()], original)

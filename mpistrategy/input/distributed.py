@@ -12,7 +12,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import copy_of, host_array, is_cupy, like_given
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input.datasets import Dataset, common_length, to_rows
-from mpistrategy.input.first_batches import FirstBatches
+from mpistrategy.input.first_batches import first_batch
 from mpistrategy.input.iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -44,7 +44,8 @@ class DistributedDataset(Generic[E]):
         drop_remainder: every rank gets the same number of rows; the remaining rows are left out.
         pad: every rank gets the same number of rows; missing rows are zeros.  A column of ones beside the data
             marks the real rows.
-        first: compares the first batch of each iterator with the other ranks'; None compares nothing.
+        first: arguments of `first_batch`, which compares the first batch of each iterator with the other ranks'; None
+            compares nothing.
 
     Raises:
         OptionTypeError: when `dataset` cannot be iterated.
@@ -60,7 +61,7 @@ class DistributedDataset(Generic[E]):
         *,
         drop_remainder: bool = False,
         pad: bool = False,
-        first: FirstBatches | None = None,
+        first: tuple[Ranks, str, str, str | None] | None = None,
     ) -> None:
         where = "experimental_distribute_dataset"
         check_iterable(dataset, where)
@@ -84,10 +85,9 @@ class DistributedDataset(Generic[E]):
         return {**self.__dict__, "_first": None}  # the ranks belong to this process; a copy elsewhere compares nothing
 
     def __iter__(self) -> DistributedIterator[E]:
-        is_one_shot = isinstance(self._dataset, Iterator)
         of = self._dataset._describe(epochs=False) if isinstance(self._dataset, Dataset) else "global batches"
         of += f", drop_remainder={self._drop_remainder}, pad={self._pad}"
-        return DistributedIterator(Walk(self._elements, of, any_ranks=True, is_one_shot=is_one_shot))
+        return DistributedIterator(Walk(self._elements, self._dataset, of, any_ranks=True))
 
     def __len__(self) -> int:
         steps = len(self._dataset)  # type: ignore[arg-type]  # a generator has none, and says so
@@ -103,7 +103,7 @@ class DistributedDataset(Generic[E]):
     def _elements(self, walk: Walk) -> Iterator[Any]:
         batches: Iterator[Any] = itertools.islice(self._batches(), walk.position, None)
         if self._first is not None:
-            first = self._first.next(batches)
+            first = first_batch(*self._first, batches)
             batches = itertools.chain([] if first is END else [first], batches)
         for batch in batches:
             walk.position += 1
@@ -165,10 +165,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
         self._communicator, self._drop_remainder, self._name = communicator, drop_remainder, name
 
     def __iter__(self) -> DistributedIterator[E]:
-        is_one_shot = isinstance(self._dataset, Iterator)
-        return DistributedIterator(
-            Walk(self._elements, "a dataset of each rank's own", any_ranks=False, is_one_shot=is_one_shot)
-        )
+        return DistributedIterator(Walk(self._elements, self._dataset, "a dataset of each rank's own", any_ranks=False))
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
         element = END

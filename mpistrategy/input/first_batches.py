@@ -28,57 +28,45 @@ MOST_BYTES = 2**20
 _PER_RANK = "For different batches on each rank, use strategy.distribute_datasets_from_function."
 
 
-class FirstBatches:
-    """Compares the ranks' first global batches.
+def first_batch(communicator: Ranks, level: str, number: str, name: str | None, batches: Iterator[Any]) -> Any:
+    """Return the first global batch, compared with the other ranks' first ones; END without one.  Collective.
 
     Args:
         communicator: the ranks.
         level: what to do when the rows differ: "warn" or "raise"; "off" compares nothing.
         number: the dataset's number in words, which the ranks compare.
         name: the name= that the program gave the dataset.
+        batches: this rank's batches, at the first one.
+
+    Raises:
+        CollectiveMismatchError: on every rank, for another structure, shape or dtype, or none on some rank.
+        Exception: what `batches` raises; RemoteError on the other ranks.
     """
-
-    def __init__(self, communicator: Ranks, level: str, number: str, name: str | None = None) -> None:
-        self._communicator, self._level, self._number, self._name = communicator, level, number, name
-
-    def next(self, batches: Iterator[Any]) -> Any:
-        """Return the next global batch, END without one.  Collective.
-
-        Args:
-            batches: this rank's batches, at the first one.
-
-        Raises:
-            CollectiveMismatchError: on every rank, for another structure, shape or dtype, or none on some rank.
-            Exception: what `batches` raises; RemoteError on the other ranks.
-        """
-        guard, ranks = self._communicator.guard, self._communicator
-        if self._level == "off" or ranks.size == 1 or guard.closed:  # there is not a rank to compare with
-            return next(batches, END)
-        with Call(guard, "next(distributed dataset)", name=self._number, called=self._name, anywhere=True) as call:
-            with call.guard.own_work():
-                batch = next(batches, END)
-                values, rows = ((), "") if batch is END else _values_and_rows(batch)
-            call.structure = "no batch at all" if batch is END else nest.flatten(batch)[1].text
-            try:
-                call.agree("compare the first batch", values=values)
-            except CollectiveMismatchError as error:
-                error.add_note(_PER_RANK)
-                raise
-            digests = ranks.allgather_text(rows)
-            if len(set(digests)) > 1:
-                call.expect_more()  # the warning may be an error there
-                self._tell(digests)
-                call.agree("warn of the first batch")
-        return batch
-
-    def _tell(self, digests: list[str]) -> None:
-        problem = f"first batches with other rows: {outliers(digests)[1]}"
-        cure = f'{_PER_RANK} Shuffle with one seed on all ranks. To turn off this check: check_batches="off".'
-        if self._level == "raise":
-            raise CollectiveMismatchError.at(WHERE, found=problem, expected="the same global batches", fix=cure)
-        if self._communicator.rank == 0:
-            lost = "Each rank gets its part of its own batches, so the other rows are lost."
-            warn(f"{WHERE}: found {problem}. {lost} {cure}", DatasetWarning)
+    guard = communicator.guard
+    if level == "off" or communicator.size == 1 or guard.closed:  # there is not a rank to compare with
+        return next(batches, END)
+    with Call(guard, "next(distributed dataset)", name=number, called=name, anywhere=True) as call:
+        with call.guard.own_work():
+            batch = next(batches, END)
+            values, rows = ((), "") if batch is END else _values_and_rows(batch)
+        call.structure = "no batch at all" if batch is END else nest.flatten(batch)[1].text
+        try:
+            call.agree("compare the first batch", values=values)
+        except CollectiveMismatchError as error:
+            error.add_note(_PER_RANK)
+            raise
+        digests = communicator.allgather_text(rows)
+        if len(set(digests)) > 1:
+            call.expect_more()  # the warning may be an error there
+            problem = f"first batches with other rows: {outliers(digests)[1]}"
+            cure = f'{_PER_RANK} Shuffle with one seed on all ranks. To turn off this check: check_batches="off".'
+            if level == "raise":
+                raise CollectiveMismatchError.at(WHERE, found=problem, expected="the same global batches", fix=cure)
+            if communicator.rank == 0:
+                lost = "Each rank gets its part of its own batches, so the other rows are lost."
+                warn(f"{WHERE}: found {problem}. {lost} {cure}", DatasetWarning)
+            call.agree("warn of the first batch")
+    return batch
 
 
 def _values_and_rows(batch: Any) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], str]:

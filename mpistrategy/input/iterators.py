@@ -29,16 +29,16 @@ class Walk:
 
     Attributes:
         begin: returns the elements from `position` on, and increases `position`.
+        dataset: the dataset; an iterator can be iterated only once.
         of: a description of the dataset; a position is valid only for the same description.
         any_ranks: whether the position means the same on any number of ranks.
-        is_one_shot: whether the dataset can be iterated only once.
         position: the number of elements taken from the dataset; for global batches, the number of global batches.
     """
 
     begin: Callable[[Walk], Iterator[Any]]
+    dataset: Iterable[Any]
     of: str
     any_ranks: bool
-    is_one_shot: bool = False
     position: int = 0
 
 
@@ -66,7 +66,7 @@ class DistributedIterator(Kept, NotPickled, Iterator[E]):
             return f"a position in {of}; here it is {walk.of}"
         if type(position) is not int or not 0 <= position < _FARTHEST:
             return "no position in the checkpoint"
-        return _ONE_SHOT if walk.is_one_shot and walk.position > 0 else ""
+        return _ONE_SHOT if isinstance(walk.dataset, Iterator) and walk.position > 0 else ""
 
     def _load(self, saved: Mapping[Any, Any]) -> None:
         """Continue after the first elements; skipped elements are not read where possible."""

@@ -64,7 +64,7 @@ from mpistrategy.errors import (
     ShapeError,
 )
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
-from mpistrategy.input.first_batches import LEVELS, FirstBatches
+from mpistrategy.input.first_batches import LEVELS
 from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
 from mpistrategy.input.options import InputContext, InputOptions
 from mpistrategy.mpi.contract.call import Call
@@ -542,7 +542,7 @@ class Strategy(NotPickled, NamesOurs):
         with Call(communicator.guard, where, called=name) as call:
             checked_type(where, "options", options, _OPTIONS, "an InputOptions or None")
             level, number = one_of(where, "check_batches", check_batches, LEVELS), extended._datasets_made + 1
-            first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name)
+            first = communicator, level, f"dataset {number} of the strategy", name
             distributed = DistributedDataset(
                 dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first
             )

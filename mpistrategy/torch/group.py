@@ -489,16 +489,6 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
 
     get_backend = _get_backend
 
-    def split_group(self, *arguments: Any, **more: Any) -> Any:
-        raise UnsupportedError.at(
-            "torch.distributed.split_group",
-            found=f"the backend {NAME!r}",
-            expected="a group made of ranks",
-            fix="Use torch.distributed.new_group(ranks) on all ranks.",
-        )
-
-    splitGroup = split_group  # noqa: N815
-
     def get_group_store(self) -> Any:
         return self._store
 
