@@ -295,7 +295,6 @@ def _sum(total: Any, gradient: Any) -> Any:
 def as_dense(gradient: Any, like: Any) -> Array:
     """Return a gradient as an array of the dtype of `like`; IndexedSlices become an array of its shape."""
     if isinstance(gradient, IndexedSlices):
-        dense = np.zeros(like.shape, like.dtype)
-        np.add.at(dense, host_array(gradient.indices), host_array(gradient.values).astype(like.dtype, copy=False))
-        gradient = dense
+        values = host_array(gradient.values).astype(like.dtype, copy=False)
+        gradient = IndexedSlices(values, gradient.indices, like.shape).to_dense()
     return placed_as(gradient, like.local_view).astype(like.dtype, copy=False)

@@ -116,8 +116,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         while self._watches:
             self._watches.pop().remove()
         if is_combined:
-            watched = [tensor for _, tensor in self._parameters() if tensor.requires_grad]
-            self._watches = [tensor.register_post_accumulate_grad_hook(self._accumulated) for tensor in watched]
+            self._watches = [
+                tensor.register_post_accumulate_grad_hook(self._accumulated)
+                for _, tensor in self._parameters()
+                if tensor.requires_grad
+            ]
             self._is_synchronized = True  # not before: a signal's handler may raise
 
     def _accumulated(self, parameter: Any) -> None:

@@ -103,15 +103,6 @@ def arrays_of(pointers: int) -> int:
 
 
 @cache
-def table_of(pointers: int) -> np.dtype[Any]:
-    """Return the argument: addresses of all arrays; sizes in elements; the first of each variable's blocks."""
-    arrays = arrays_of(pointers)
-    return np.dtype(
-        [("addresses", np.uint64, (pointers, arrays)), ("size", np.uint32, arrays), ("first", np.uint32, arrays)]
-    )
-
-
-@cache
 def _compiled(program: str) -> Any:
     """Return the kernel, which CuPy compiles the first time, for each device, and keeps in its cache on disk."""
     return cupy_for("variables in GPU memory").RawModule(code=program, options=_OPTIONS).get_function(NAME)
@@ -136,10 +127,13 @@ class FusedUpdate:
         rows = [parameters, parameters, *([arrays[name] for arrays in slots] for name in self._slots)]
         #: For each launch, its variables, and its argument without the gradients.
         self._tables: list[tuple[slice, Array, int]] = []
-        for first in range(0, len(parameters), arrays_of(len(rows))):
-            part = slice(first, min(first + arrays_of(len(rows)), len(parameters)))
+        most = arrays_of(len(rows))
+        # Addresses of all arrays; sizes in elements; the first of each variable's blocks.
+        layout = [("addresses", np.uint64, (len(rows), most)), ("size", np.uint32, most), ("first", np.uint32, most)]
+        for first in range(0, len(parameters), most):
+            part = slice(first, min(first + most, len(parameters)))
             sizes = np.array([array.size for array in parameters[part]], np.int64)
-            blocks, table = -(-sizes // BLOCK_ELEMENTS), np.zeros(1, table_of(len(rows)))
+            blocks, table = -(-sizes // BLOCK_ELEMENTS), np.zeros(1, layout)
             table["addresses"][0, :, : len(sizes)] = [_addresses(row[part]) for row in rows]
             table["size"][0, : len(sizes)] = sizes
             table["first"][0, : len(sizes)] = np.cumsum(blocks) - blocks

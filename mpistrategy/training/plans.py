@@ -27,7 +27,6 @@ from mpistrategy.variables.variable import Variable
 #: How many plans an optimizer keeps.
 _MOST_PLANS = 32
 _PAIRS = "an iterable of (gradient, variable) pairs"
-_ARRAYS = {np.ndarray}
 
 
 class StepPlan:
@@ -124,7 +123,7 @@ class StepPlan:
         """
         kinds = {*map(type, gradients)}
         are_cupys = self.is_on_gpu and len(kinds) == 1 and is_cupy(gradients[0])
-        are_numpys = self.is_on_host and kinds == _ARRAYS
+        are_numpys = self.is_on_host and kinds == {np.ndarray}
         if (are_cupys or are_numpys) and self.layouts == tuple([(array.dtype, array.shape) for array in gradients]):
             return gradients
         arrays = [checked_gradient(*pair, where) for pair in zip(gradients, self.variables, strict=True)]

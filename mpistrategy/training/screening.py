@@ -56,11 +56,9 @@ def screened(
     on_gpu = any(map(is_on_device, reduced))
     parts, reduced = _gathered(reduced) if on_gpu else (reduced, reduced)
     norm = global_norm(parts) if on_gpu or clip is not None else 0.0
-    first = len(reduced) + 1
+    first = len(reduced) if clip is not None and not np.isfinite(norm) else len(reduced) + 1
     if policy is not None and not (on_gpu and np.isfinite(norm)):
         first = next((number for number, array in enumerate(reduced) if not all_finite(array)), first)
-    if first > len(reduced) and clip is not None and not np.isfinite(norm):
-        first = len(reduced)
     if clip is not None and on_gpu:
         for part in parts:
             part[...] = scaled_by([part], scale_for(norm, clip))[0]

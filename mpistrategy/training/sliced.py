@@ -109,17 +109,17 @@ class _Run:
         dtype: the dtype of all arrays.
         places: where the first variable is, its gradient, and its slots.
         nbytes: from the first element of the first variable to the last of the last.
-        numbers: which variables these are.
+        number: its variable; None for several variables.
     """
 
     dtype: np.dtype[Any]
     places: list[_Place]
     nbytes: int
-    numbers: list[int]
+    number: int | None
 
     def takes(self, dtype: np.dtype[Any], places: list[_Place], nbytes: int) -> bool:
         """Return whether a variable continues this run: both are small, and nothing is between them."""
-        is_small = len(self.numbers) > 1 or self.nbytes < kernels.CHUNK_BYTES
+        is_small = self.number is None or self.nbytes < kernels.CHUNK_BYTES
         distance = aligned(self.nbytes)
         return (is_small and nbytes < kernels.CHUNK_BYTES and dtype == self.dtype) and all(
             memory[0] is own_memory[0] and offset == own_offset + distance
@@ -176,9 +176,8 @@ class SlicedStep:
         self._own: dict[int, slice] = {}
         self._chunks: list[_Chunk] = []
         for run, share in _shares(runs, me, self._ranks.size):
-            number = run.numbers[0] if len(run.numbers) == 1 else None
-            if number is not None:
-                self._own[number] = share
+            if run.number is not None:
+                self._own[run.number] = share
             for piece in chunks(share.start, share.stop, chunk_size(run.dtype)):
                 start, stop = (at * run.dtype.itemsize for at in (piece.start, piece.stop))
                 parameters, parts, *beside = (
@@ -188,7 +187,7 @@ class SlicedStep:
                 own_slots = {name: replicas[me] for name, replicas in zip(slots[0], beside, strict=True)}
                 self._chunks.append(
                     _Chunk(
-                        number,
+                        run.number,
                         piece,
                         parts,
                         scratch_of(scratch, run.dtype, piece.stop - piece.start)[-1],
@@ -272,21 +271,19 @@ def _runs(
         places = [_place_of(var), gradient, *map(_place_of, beside.values())]
         nbytes = var.local_view.nbytes
         if not (runs and runs[-1].takes(var.dtype, places, nbytes)):
-            runs.append(_Run(var.dtype, places, nbytes, [number]))
+            runs.append(_Run(var.dtype, places, nbytes, number))
             continue
         runs[-1].nbytes = aligned(runs[-1].nbytes) + nbytes
-        runs[-1].numbers.append(number)
+        runs[-1].number = None
     return runs
 
 
 def _shares(runs: Sequence[_Run], local_rank: int, size: int) -> Iterator[tuple[_Run, slice]]:
     """Yield this rank's parts of the runs, in elements: equal shares of all bytes."""
-    lines = [aligned(run.nbytes) // ALIGNMENT for run in runs]
-    total, before = sum(lines), 0
-    first, last = total * local_rank // size, total * (local_rank + 1) // size
-    for run, count in zip(runs, lines, strict=True):
-        begin, end = max(first - before, 0), min(last - before, count)
-        before += count
-        start, stop = begin * ALIGNMENT, min(end * ALIGNMENT, run.nbytes)
+    lines, before = sum(aligned(run.nbytes) for run in runs) // ALIGNMENT, 0
+    first, last = (lines * rank // size * ALIGNMENT for rank in (local_rank, local_rank + 1))
+    for run in runs:
+        start, stop = max(first - before, 0), min(last - before, run.nbytes)
+        before += aligned(run.nbytes)
         if start < stop:
             yield run, slice(start // run.dtype.itemsize, stop // run.dtype.itemsize)
