@@ -244,13 +244,13 @@ class SlicedStep:
             gradients = self._changed.apart([gradients[at] for at in moved])
         for number, gradient in zip(moved, gradients, strict=True):
             value, own = self._values[number], self._own.get(number)
-            if own is None or not gradient.flags.c_contiguous:
+            if own is not None and gradient.flags.c_contiguous:
+                source, target = gradient.reshape(-1), value.reshape(-1)
+                target[: own.start] = source[: own.start]
+                target[own.stop :] = source[own.stop :]
+                elsewhere[number] = source
+            else:
                 value[...] = gradient
-                continue
-            source, target = gradient.reshape(-1), value.reshape(-1)
-            target[: own.start] = source[: own.start]
-            target[own.stop :] = source[own.stop :]
-            elsewhere[number] = source
         return elsewhere
 
 
