@@ -45,11 +45,6 @@ def follow(optimizer: object, schedule: Callable[[int], float], step: int) -> No
     optimizer.__dict__["learning_rate"] = rate
 
 
-def declared(kind: type) -> set[str]:
-    """Return the settings of a class and its bases: attributes with an annotation."""
-    return {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ()) if not name.startswith("_")}
-
-
 def checked_counter(where: str, name: str, value: Any) -> Variable:
     """Return `value`; raise OptionTypeError unless it is a variable of one number."""
     if not (isinstance(value, Variable) and value.dtype.kind in "iuf" and value.shape == ()):

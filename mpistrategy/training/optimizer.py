@@ -133,8 +133,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         self._plans: dict[tuple[int, ...], StepPlan] = {}
         self._arenas: dict[tuple[int, ...], GradientArena] = {}
         self._calls, self.latest_path = 0, ""
+        annotated = {name for base in type(self).__mro__ for name in vars(base).get("__annotations__", ())}
         #: The settings that ranks compare, in order; other attributes are the program's own.
-        self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))
+        self._declared: tuple[str, ...] = tuple(sorted(name for name in annotated if not name.startswith("_")))
         #: The latest settings that `_settings` has put into words, and the words.
         self._latest_words: tuple[tuple[Any, ...], str] = ((), "")
 
