@@ -141,7 +141,6 @@ class Checkpoint(NamesOurs):
     [1. 2.] {'epoch': 3} 1
     """
 
-    _words_of = "Checkpoint"
     objects: Setting[dict[str, Any]] = Setting(checked_objects)
 
     def __init__(self, **objects: Any) -> None:
@@ -400,8 +399,6 @@ class CheckpointManager(NamesOurs, Settable):
     keep: Setting[int | None] = or_none(checked_count)
     skipped: Mapping[str, str]
     restored: Restored | None
-
-    _words_of = "CheckpointManager"
 
     @refuses(
         max_to_keep="Write keep.",

@@ -57,8 +57,6 @@ class Dataset(NamesOurs, Generic[E]):
     own rows of each batch, from arrays in memory as from files (np.memmap, h5py, zarr).
     """
 
-    _words_of = "Dataset"
-
     def __init__(
         self,
         arrays: E,

@@ -61,7 +61,7 @@ OF_CLASS: Mapping[str, Mapping[str, str]] = {
         "lr": "Write learning_rate",
         "clipnorm": "Write global_clipnorm",
     },
-    "Metric": {
+    "_Metric": {
         "reset_states": "Write reset_state()",
         "add_weight": "Make a Variable with synchronization ON_READ and aggregation SUM",
     },
@@ -103,16 +103,15 @@ OF_OPTIMIZERS: Mapping[str, str] = {
 class NamesOurs:
     """Base of classes whose AttributeError says what to write for an attribute of TensorFlow's: `OF_CLASS`.
 
+    Its own name, or that of one of its bases, is the key there.
     Not of `ReplicaContext`: a class with a `__getattr__` reads each of its attributes more slowly, 5 % of a small sum.
     """
-
-    #: The key in `OF_CLASS`.
-    _words_of: str = ""
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = OF_CLASS.get(self._words_of, {}).get(name)
+            words_of_bases = (OF_CLASS.get(kind.__name__, {}) for kind in type(self).__mro__)
+            hint = next((words[name] for words in words_of_bases if name in words), None)
             if hint is None:
                 return object.__getattribute__(self, name)  # raises the error again, Python's or that of a property
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}. {hint}.")

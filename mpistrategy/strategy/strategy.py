@@ -118,7 +118,6 @@ class Strategy(NotPickled, NamesOurs):
     """
 
     extended: Fixed[StrategyExtended] = Fixed()
-    _words_of = "Strategy"
     _instead_of_pickling = (
         "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there."
     )

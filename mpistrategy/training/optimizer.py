@@ -89,7 +89,6 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     """
 
     _kept_as = "optimizer"
-    _words_of = "Optimizer"
     _instead_of_pickling = "Save it with a Checkpoint, and make one with the same arguments there."
     slot_values: Mapping[str, float] = {}
     only_named_rows: ClassVar[bool] = False

@@ -37,7 +37,7 @@ def test_other_unknown_names_are_ordinary_errors() -> None:
 OWNERS: dict[str, Any] = {
     "Strategy": ms.Strategy,
     "Optimizer": ms.optimizers.SGD,
-    "Metric": ms.metrics.Mean,
+    "_Metric": ms.metrics.Mean,
     "Dataset": ms.Dataset,
     "CheckpointManager": ms.CheckpointManager,
     "Checkpoint": ms.Checkpoint,
