@@ -7,7 +7,7 @@ expected, and how to fix it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -56,10 +56,7 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__dir__: Callable[[], list[str]] = __all__.copy
 
 
 @dataclass(frozen=True)

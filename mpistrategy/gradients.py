@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,7 @@ __all__ = [
     "clip_by_global_norm",
     "global_norm",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
+__dir__: Callable[[], list[str]] = __all__.copy
 
 #: How many elements in GPU memory are squared at once.
 _PART = 2**24

@@ -19,11 +19,7 @@ __all__ = [
     "PiecewiseConstantDecay",
     "Warmup",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
+__dir__: Callable[[], list[str]] = __all__.copy
 
 #: Returns the learning rate, 0 or more, of the step after this many; the same on all ranks.
 Schedule: TypeAlias = Callable[[int], float]

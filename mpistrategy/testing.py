@@ -13,11 +13,7 @@ __all__ = [
     "run_replicas",
     "run_threads",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
+__dir__: Callable[[], list[str]] = __all__.copy
 
 T = TypeVar("T")
 
