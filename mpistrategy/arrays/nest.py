@@ -192,14 +192,9 @@ def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
     return structure.pack([function(leaf) for leaf in leaves])
 
 
-def leaf_paths(nest: Any) -> list[str]:
-    """Return how to reach each leaf, in the order of `flatten`, e.g. ``["['a']", "['b'][0]"]``."""
-    return [path for path, _ in _walk(nest, "")]
-
-
-def paths_without_none(nest: Any) -> list[str]:
-    """Return how to reach each leaf of `flatten_without_none`."""
-    return [path for path, leaf in _walk(nest, "") if leaf is not None]
+def leaf_paths(nest: Any, with_none: bool = False) -> list[str]:
+    """Return how to reach each leaf, in the order of `flatten_without_none`, e.g. ``["['a']", "['b'][0]"]``."""
+    return [path for path, leaf in _walk(nest, "") if with_none or leaf is not None]
 
 
 def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -98,7 +98,9 @@ class Arena(ArenaBase[T]):
             call.structure = self._structure.text
             if not leaves:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
-            arrays = checked_leaves([*map(contribution, leaves)], partial(nest.leaf_paths, like), call.where, LeafError)
+            arrays = checked_leaves(
+                [*map(contribution, leaves)], partial(nest.leaf_paths, like, with_none=True), call.where, LeafError
+            )
             layouts = layouts_of(arrays)
             #: Whether it is in GPU memory: this rank's GPU, or the GPU of an array.
             self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(

@@ -273,7 +273,7 @@ class _Begun:
 
     def __init__(self, reducer: Reducer, op: ReduceOp, value: Any, out: Any, options: CommunicationOptions) -> None:
         leaves, self._structure = nest.flatten_without_none(value)
-        targets, paths = leaves_like(out, self._structure, _WHERE), partial(nest.paths_without_none, value)
+        targets, paths = leaves_like(out, self._structure, _WHERE), partial(nest.leaf_paths, value)
         components, self._arrays, memory = checked_inputs(op, leaves, paths, _WHERE, None, targets)
         self._components, self._targets, self._memory_of_targets = components, targets, memory
         ranks, self._guard = reducer.communicator, reducer.communicator.guard

@@ -364,7 +364,7 @@ class Scattered(General):
         components = [dense(leaf, call.where) for leaf in leaves]
         axes = [checked_axis(out, reducible(component, call.where).ndim, call.where) for component in components]
         call.structure = f"{structure.text} along axis {', '.join(map(str, axes))}"
-        op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.paths_without_none, value)
+        op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.leaf_paths, value)
         results = self.reducer.all_reduce_leaves(
             call, op, leaves, paths, options=self.options, num_none=structure.num_none
         )

@@ -207,7 +207,7 @@ class AllReduce(General):
         leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
         targets = leaves_like(out, structure, call.where)
-        op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.paths_without_none, value)
+        op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.leaf_paths, value)
         more = {"options": self.options, "weight": weight, "targets": targets, "is_batch": self.is_batch}
         return structure.pack(reducer.all_reduce_leaves(call, op, leaves, paths, num_none=structure.num_none, **more))
 
@@ -451,9 +451,7 @@ class Reducer:
         if arena is not None and algorithm._works_in_place:
             lines = arena._lines(self, op, settings, where)
         elif leaves or not (structure.num_none or self.is_alone):
-            components, arrays, _ = checked_inputs(
-                op, leaves, lambda: nest.paths_without_none(value), where, None, None
-            )
+            components, arrays, _ = checked_inputs(op, leaves, lambda: nest.leaf_paths(value), where, None, None)
             lines = algorithm._lines(ranks, op, [*map(_own_value, components, arrays)], settings)
         if structure.num_none:
             lines.append(f"{structure.num_none} None: left as None, nothing is sent")

@@ -67,7 +67,7 @@ def test_flatten_and_pack_are_inverse(value: Any) -> None:
     assert nest.flatten(numbered)[1].text == structure.text
     assert again == value
     assert type(again) is type(value)
-    assert structure.num_leaves == len(flat) == len(nest.leaf_paths(value))
+    assert structure.num_leaves == len(flat) == len(nest.leaf_paths(value, with_none=True))
 
 
 @given(st.dictionaries(keys, leaves, min_size=1), st.randoms())
