@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -71,6 +72,11 @@ def _named(method: Any, name: str, words: str) -> Any:
     method.__name__, method.__qualname__ = name, f"ArrayLike.{name}"
     method.__doc__ = f"{words}  Takes what `numpy.ndarray.{name}` takes."
     return method
+
+
+def _converts(function: Callable[[Any], Any]) -> Any:
+    """Return a method that gives `function` of the value."""
+    return lambda self: function(self._read())
 
 
 def _attribute(name: str, words: str) -> Any:
@@ -139,20 +145,12 @@ class ArrayLike(NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return len(self._contribution())
 
-    def __bool__(self) -> bool:
-        return bool(self._read())
-
-    def __float__(self) -> float:
-        return float(self._read())
-
-    def __int__(self) -> int:
-        return int(self._read())
-
-    def __complex__(self) -> complex:
-        return complex(self._read())
-
-    def __index__(self) -> int:
-        return self._read().__index__()  # type: ignore[no-any-return]
+    __bool__: Callable[..., bool] = _converts(bool)
+    __float__: Callable[..., float] = _converts(float)
+    __int__: Callable[..., int] = _converts(int)
+    __complex__: Callable[..., complex] = _converts(complex)
+    __index__: Callable[..., int] = _converts(index)
+    __iter__: Callable[..., Iterator[Any]] = _converts(iter)
 
     def __format__(self, spec: str) -> str:
         return format(self._read(), spec) if spec else str(self)
@@ -256,9 +254,6 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     byteswap: ArrayMethod = _reads("byteswap", "a copy with the bytes of each element in the other order")
     tofile: Callable[..., None] = _reads("tofile", "nothing, and write a file.  Each rank that calls it needs its own")
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._read())
 
     def __contains__(self, element: object) -> bool:
         return element in self._read()
