@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import index
+from operator import contains, index
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -74,9 +74,9 @@ def _named(method: Any, name: str, words: str) -> Any:
     return method
 
 
-def _converts(function: Callable[[Any], Any]) -> Any:
-    """Return a method that gives `function` of the value."""
-    return lambda self: function(self._read())
+def _converts(function: Callable[..., Any]) -> Any:
+    """Return a method that gives `function` of the value, and of its arguments."""
+    return lambda self, *arguments: function(self._read(), *arguments)
 
 
 def _attribute(name: str, words: str) -> Any:
@@ -151,6 +151,7 @@ class ArrayLike(NDArrayOperatorsMixin):
     __complex__: Callable[..., complex] = _converts(complex)
     __index__: Callable[..., int] = _converts(index)
     __iter__: Callable[..., Iterator[Any]] = _converts(iter)
+    __contains__: Callable[..., bool] = _converts(contains)
 
     def __format__(self, spec: str) -> str:
         return format(self._read(), spec) if spec else str(self)
@@ -254,9 +255,6 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     byteswap: ArrayMethod = _reads("byteswap", "a copy with the bytes of each element in the other order")
     tofile: Callable[..., None] = _reads("tofile", "nothing, and write a file.  Each rank that calls it needs its own")
-
-    def __contains__(self, element: object) -> bool:
-        return element in self._read()
 
     # -------------------------------------------------------------------------------------- what would write
 
