@@ -24,7 +24,7 @@ __all__ = [
 ]
 __dir__: Callable[[], list[str]] = __all__.copy
 
-#: How many elements in GPU memory are squared at once.
+#: How many elements are squared at once.
 _PART = 2**24
 
 
@@ -44,14 +44,10 @@ def global_norm(arrays: Sequence[Any]) -> float:
 
 
 def _sum_of_squares(array: Any) -> Any:
-    """Return a float64 number on the array's device; in GPU memory part by part, which takes less room."""
-    if not is_on_device(array):
-        return np.square(np.abs(array), dtype=np.float64).sum()
+    """Return a float64 number on the array's device; part by part, which takes less room."""
     flat = array.ravel()
-    if array.dtype.kind == "c":
-        flat = np.abs(flat)
     parts = (flat[start : start + _PART] for start in range(0, flat.size, _PART))
-    return sum(np.square(part, dtype=np.float64).sum() for part in parts)
+    return sum(np.square(np.abs(part), dtype=np.float64).sum() for part in parts)
 
 
 def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[Any], float]:
