@@ -100,9 +100,11 @@ def reading(where: str, path: str) -> Iterator[None]:
         raise CheckpointReadError.at(where, found=text, expected="files that every rank can read") from error
 
 
-def moves_on() -> None:
-    """Tell the watchdog that this rank makes progress with work that may take long."""
-    watchdog.here.moves_on()
+def parts_of(data: Any) -> Iterator[Any]:
+    """Yield a view or an array of bytes in parts; tell the watchdog after each that this rank makes progress."""
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
+        watchdog.here.moves_on()
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -121,12 +123,10 @@ def write(path: str, pieces: Iterable[Any]) -> tuple[int, str]:
     with os.fdopen(own_files.new_file(path), "wb") as file:
         for piece in pieces:
             view = memoryview(piece).cast("B")
-            for start in range(0, len(view), PIECE_BYTES):
-                part = view[start : start + PIECE_BYTES]
+            for part in parts_of(view):
                 checksum.update(part)
                 watcher("write", name)
                 file.write(part)
-                moves_on()
             size += len(view)
         file.flush()
         watcher("fsync", name)
@@ -235,10 +235,9 @@ def sweep(folder: str, names: re.Pattern[str]) -> str:
     for name in filter(names.fullmatch, sorted(os.listdir(folder))):
         path = os.path.join(folder, name)
         try:
-            if is_ours(path):
-                with contextlib.closing(Lock(path)) as lock:
-                    if lock.is_held:
-                        remove(path)
+            with contextlib.closing(Lock(path)) as lock:
+                if lock.is_held:
+                    remove(path)
         except OSError as error:
             locked = name if isinstance(error, BlockingIOError) else locked
     return locked

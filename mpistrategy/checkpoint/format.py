@@ -39,7 +39,7 @@ import numpy as np
 
 from mpistrategy import own_files
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.files import PIECE_BYTES, checksum_of, damaged, is_ours, moves_on
+from mpistrategy.checkpoint.files import checksum_of, damaged, is_ours, parts_of
 from mpistrategy.errors import DTypeError, OptionError
 
 NAME = "manifest.json"
@@ -213,10 +213,9 @@ def _manifest(*, ranks: Any, shards: Any, items: Any, own: Any, layout: Any, wri
         require(path.count("/") <= DEEPEST, "levels")
         checked[path] = _item(*packed)
     require(isinstance(written_by, str) and len(written_by) <= 100 and isinstance(layout, dict), "layout")
-    manifest = Manifest(ranks, shards, checked, own, layout, written_by)
     require(len(own) == (ranks if of_each_rank(checked) else 0), "data of the ranks")
     require(all(_is_count(nbytes, MOST_BYTES) for nbytes in own), "data of a rank")
-    return manifest
+    return Manifest(ranks, shards, checked, own, layout, written_by)
 
 
 def _item(kind: Any, copies: Any, dtype: Any, shape: Any, keys: Any, values: Any) -> Item:
@@ -326,12 +325,10 @@ def read_shard(path: str, nbytes: int, checksum: str, sizes: Mapping[Any, int]) 
             raise damaged(path, f"{actual} bytes with a header of {length}, which the manifest does not name")
         for key, size in {("",): length, **sizes}.items():
             data = np.empty(size, np.uint8)
-            for first in range(0, size, PIECE_BYTES):
-                part = data[first : first + PIECE_BYTES]
+            for part in parts_of(data):
                 if file.readinto(part.data) != part.size:
                     raise damaged(path, "a file that ends too early")
                 running_checksum.update(part)
-                moves_on()
             yield key, data
     if running_checksum.hexdigest() != checksum:
         raise damaged(path, "a file with another checksum than it was written with")
@@ -401,13 +398,11 @@ def dtype_of(text: Any) -> np.dtype[Any]:
     Raises:
         ValueError: for a name that `dtype_text` does not return, or an unknown name.
     """
-    try:
+    with suppress(ImportError, AttributeError, TypeError, ValueError, OverflowError):
         name = text if _NUMPYS.fullmatch(text) else getattr(importlib.import_module("ml_dtypes"), text)
         dtype: np.dtype[Any] = np.dtype(name)
         if dtype_text(dtype, "") == text and dtype.itemsize:
             return dtype.newbyteorder("=")
-    except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
-        pass
     raise ValueError(f"the dtype {text!r:.80}")
 
 
