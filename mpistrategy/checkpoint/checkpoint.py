@@ -258,7 +258,6 @@ class Checkpoint(NamesOurs):
             path, state = self._agreed("restore", directory, f"{partial=}", call)
             source = Reading(state.strategy.extended.communicator, path, state.objects, call)
             fit = Comparison(source, state, bool(partial))
-            fit.compare(call.where)
             call.agree("compare a checkpoint with the objects")
             fit.fetch()
             call.expect_more()
@@ -397,8 +396,6 @@ class CheckpointManager(NamesOurs, Settable):
     checkpoint: Fixed[Checkpoint] = Fixed()
     directory: Fixed[str] = Fixed()
     keep: Setting[int | None] = or_none(checked_count)
-    skipped: Mapping[str, str]
-    restored: Restored | None
 
     @refuses(
         max_to_keep="Write keep.",
@@ -412,7 +409,8 @@ class CheckpointManager(NamesOurs, Settable):
         self.checkpoint = checked_type("CheckpointManager", "checkpoint", checkpoint, Checkpoint, "a Checkpoint")
         self.directory = checked_path(directory, "CheckpointManager")
         self.keep = keep
-        self.skipped, self.restored = {}, None
+        self.skipped: Mapping[str, str] = {}
+        self.restored: Restored | None = None
         #: The lock of the folder, on rank 0 from the first save on.
         self._lock: files.Lock | None = None
         #: The steps that the last restore found damaged; and the last step that was saved.
@@ -577,8 +575,7 @@ class CheckpointManager(NamesOurs, Settable):
                 fix="Use a folder for each job, or close() the other manager first.",
             ) from error
         weakref.finalize(self, self._lock.close)
-        if self._lock.is_held:
-            files.sweep(self.directory, _UNFINISHED)
+        files.sweep(self.directory, _UNFINISHED)
 
     def _release(self) -> None:
         if self._lock is not None:

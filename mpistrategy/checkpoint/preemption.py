@@ -139,14 +139,13 @@ class PreemptionCheckpointHandler(Settable):
         self._steps_between_votes = checked_count(_WHERE, "steps_between_votes", steps_between_votes)
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator: Ranks = self._strategy.extended.communicator
-        self._guard = self._communicator.guard
         #: The notice to stop, and its time; the previous signal handlers; the process that catches signals.
         self._notice: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
         self._name = name
         is_simulated = self._communicator.is_simulated
-        with Call(self._guard, _WHERE, called=name) as call:
+        with Call(self._communicator.guard, _WHERE, called=name) as call:
             context.require_cross_replica(self._strategy, _WHERE)
             if threading.current_thread() is not threading.main_thread() and not is_simulated:
                 raise ContextError.at(
@@ -157,7 +156,7 @@ class PreemptionCheckpointHandler(Settable):
                 )
             call.agree("begin", options=f"{steps_between_votes=}")
         if not is_simulated:  # simulated ranks share a process: its signals are not theirs
-            self._guard.at_close.append(self.close)
+            self._communicator.guard.at_close.append(self.close)
             for number in map(_signal, config.signals):
                 self._previous[number] = signal.signal(number, self._note)
         try:
@@ -219,7 +218,7 @@ class PreemptionCheckpointHandler(Settable):
         self._process = 0
         if threading.current_thread() is threading.main_thread():
             self._give_back()
-        self._guard.lower_flags()
+        self._communicator.guard.lower_flags()
 
     def __enter__(self) -> Self:
         return self
@@ -245,7 +244,7 @@ class PreemptionCheckpointHandler(Settable):
             return
         # Do nothing else: the interrupted code may be half done.
         self._notice = self._notice or (signal.Signals(number).name, time.monotonic())
-        self._guard.raise_flag()
+        self._communicator.guard.raise_flag()
 
     # --------------------------------------------------------------------------------------------- between the ranks
 
@@ -255,16 +254,16 @@ class PreemptionCheckpointHandler(Settable):
         if watcher is not None and watcher():
             self._notice = self._notice or ("termination_watcher_fn", time.monotonic())
         if self._notice is not None:  # again, after a signal: another handler, which was closed, has lowered the flag
-            self._guard.raise_flag()
-        if is_due and not self._guard.flag_was_seen:
-            with Call(self._guard, where, called=name) as call:
+            self._communicator.guard.raise_flag()
+        if is_due and not self._communicator.guard.flag_was_seen:
+            with Call(self._communicator.guard, where, called=name) as call:
                 call.agree("look for signals")
-        if self._guard.flag_was_seen:
+        if self._communicator.guard.flag_was_seen:
             self._stop(where, name)
 
     def _stop(self, where: str, name: str | None) -> None:
         manager, step, communicator = self.checkpoint_manager, self._runs, self._communicator
-        with Call(self._guard, where, called=name) as call:
+        with Call(self._communicator.guard, where, called=name) as call:
             call.agree("stop", options=f"after step {step}")
             now = time.monotonic()
             source, since = self._notice or ("", now)
@@ -281,7 +280,7 @@ class PreemptionCheckpointHandler(Settable):
             text = _in_words(step, notices, time.monotonic() - now, self._config.grace_period)
             print(f"{text}: {manager.path_of(step)}", file=sys.stderr, flush=True)
         self._notice = None
-        self._guard.lower_flags()
+        self._communicator.guard.lower_flags()
         try:
             if self._config.exit_fn is None:
                 sys.exit(START_ME_AGAIN)

@@ -126,8 +126,12 @@ class Reading:
         self.call = call
         text = ""
         if ranks.rank == 0:
+            above, name = os.path.split(path)
+            # A job may have ended between the two renames.
+            folder = path if os.path.lexists(path) else os.path.join(above, REPLACED.format(name))
             with reading(call.where, path):
-                text = _read_text(path)
+                check_is_trusted(folder)
+                text = f"{folder}\0{decoded(manifest_in(folder))}"
         call.agree("read a manifest")
         folder, _, manifest = ranks.allgather_text(text)[0].partition("\0")
         self.arrays: dict[tuple[str, int], Array] = {}
@@ -144,7 +148,14 @@ class Reading:
                     saved = np.flatnonzero(shard_of == number).tolist() if self.manifest.own else []
                     self._read(folder, number, saved, self.manifest.names if names is None else names)
         call.agree("read shards", patiently=True)
-        self.own: Own = self._told()
+        call.expect_more()
+        self.own: Own = self.owns.get(ranks.rank, _NO_DATA)
+        if self.manifest.own and not (self.same_ranks and len(readers) == ranks.size):  # else each has read its own
+            read = {rank: each.data if self.same_ranks else each.end for rank, each in self.owns.items()}
+            outgoing = [read.get(rank % self.manifest.ranks, NOTHING) for rank in range(ranks.size)]
+            received, _ = ranks.exchange(call, np.concatenate([NOTHING, *outgoing]), [part.size for part in outgoing])
+            call.expect_more()
+            self.own = Own(received, of_each_rank(self.manifest.items) if self.same_ranks else {}, path)
 
     def _read(self, folder: str, number: int, saved: Sequence[int], names: Collection[str]) -> None:
         """Read a shard whole, with the data of some ranks; keep these, and the arrays below some names."""
@@ -159,29 +170,6 @@ class Reading:
                 self.owns[key] = Own(data, of_each_rank(items), self.path)
             elif key[0].partition("/")[0] in names:
                 self.arrays[key] = as_array(data, items[key[0]].dtype, [-1])
-
-    def _told(self) -> Own:
-        """Return `own`.  Collective; the ranks expect one more agreement then."""
-        ranks, manifest = self.ranks, self.manifest
-        self.call.expect_more()
-        if manifest.own and not (self.same_ranks and len(manifest.shards) == ranks.size):  # then each has read its own
-            read = {rank: each.data if self.same_ranks else each.end for rank, each in self.owns.items()}
-            outgoing = [read.get(rank % manifest.ranks, NOTHING) for rank in range(ranks.size)]
-            received, _ = ranks.exchange(
-                self.call, np.concatenate([NOTHING, *outgoing]), [part.size for part in outgoing]
-            )
-            self.call.expect_more()
-            return Own(received, of_each_rank(manifest.items) if self.same_ranks else {}, self.path)
-        return self.owns.get(ranks.rank, _NO_DATA)
-
-
-def _read_text(path: str) -> str:
-    """Return the folder of a checkpoint and its manifest; on one rank."""
-    above, name = os.path.split(path)
-    # A job may have ended between the two renames.
-    folder = path if os.path.lexists(path) else os.path.join(above, REPLACED.format(name))
-    check_is_trusted(folder)
-    return f"{folder}\0{decoded(manifest_in(folder))}"
 
 
 def fetched(source: Reading, path: str, copies: str) -> Array:

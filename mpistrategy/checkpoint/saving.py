@@ -100,10 +100,9 @@ class Saving(NotPickled):
         self._communicator = communicator
         self._overwrite = overwrite
         self._process = os.getpid()
-        #: The folder while it is written, and its lock; the writers.
+        #: The folder while it is written, and its lock.
         self._folder = ""
         self._lock: files.Lock | None = None
-        self._writers: list[int] = []
         #: Whether this rank has written its shard; and whether its thread is done.
         self._written, self._done = threading.Event(), threading.Event()
         self._done.set()
@@ -126,7 +125,7 @@ class Saving(NotPickled):
         call.agree("make a folder")
         self._folder = self._communicator.allgather_text(self._folder)[0]
         state.decide()
-        self._writers, own, pieces = collect(state, self._communicator, call)
+        writers, own, pieces = collect(state, self._communicator, call)
         manifest = Manifest(self._communicator.size, [], state.items, own, state.strategy.layout(), version())
         if pieces and not files.is_folder(self._folder):
             raise CheckpointWriteError.at(
@@ -142,9 +141,11 @@ class Saving(NotPickled):
         if pieces:
             self._done.clear()
             try:
-                threading.Thread(target=self._work, args=(pieces, manifest), name=f"checkpoint {self.path}").start()
+                threading.Thread(
+                    target=self._work, args=(pieces, manifest, writers), name=f"checkpoint {self.path}"
+                ).start()
             except (RuntimeError, MemoryError):  # no more threads for this user, or no memory for one
-                self._work(pieces, manifest)
+                self._work(pieces, manifest, writers)
         else:
             self._written.set()
         if wait:
@@ -186,19 +187,19 @@ class Saving(NotPickled):
 
     # ------------------------------------------------------------------------------------------- in a thread
 
-    def _work(self, pieces: list[Any], manifest: Manifest) -> None:
+    def _work(self, pieces: list[Any], manifest: Manifest, writers: Sequence[int]) -> None:
         """Write this rank's shard; on rank 0, complete the checkpoint when all are there.  Errors wait for `_join`."""
         rank = self._communicator.rank
-        path = os.path.join(self._folder, shard_name(self._writers.index(rank)))
+        path = os.path.join(self._folder, shard_name(writers.index(rank)))
         try:
             with files.writing(_WHERE, path):
                 with interval("span", "write a checkpoint"):
-                    name = _DONE.format(self._writers.index(rank), *files.write(path, pieces))
+                    name = _DONE.format(writers.index(rank), *files.write(path, pieces))
                     files.change(os.rename, path, os.path.join(self._folder, name))
                 pieces.clear()
                 self._written.set()
                 if rank == 0:
-                    self._complete(manifest)
+                    self._complete(manifest, len(writers))
         except CheckpointError as error:
             if rank == 0 or os.path.lexists(self._folder):  # else rank 0 has removed it, and says why
                 self._error = error
@@ -304,7 +305,7 @@ class Saving(NotPickled):
 
     # ------------------------------------------------------------------------------------------- completing it
 
-    def _complete(self, manifest: Manifest) -> None:
+    def _complete(self, manifest: Manifest, shards: int) -> None:
         """Wait for the shards, write the manifest and put the checkpoint in its place; on rank 0.
 
         Raises:
@@ -315,7 +316,7 @@ class Saving(NotPickled):
                 self._remove()
                 return
             marks = sorted(name for name in names if name.startswith(_DONE[:5]))
-            if len(marks) == len(self._writers):
+            if len(marks) == shards:
                 break
         else:
             raise CheckpointWriteError.at(
@@ -323,12 +324,12 @@ class Saving(NotPickled):
                 found=f"shards that are missing, and nothing that moves in {self._folder!r}",
                 expected="ranks that write their shards",
             )
-        shards: list[tuple[int, str]] = []
+        written: list[tuple[int, str]] = []
         for number, mark in enumerate(marks):
             _, _, nbytes, checksum = mark.split("-")
-            shards.append((int(nbytes), checksum))
+            written.append((int(nbytes), checksum))
             files.change(os.rename, *(os.path.join(self._folder, name) for name in (mark, shard_name(number))))
-        files.write(os.path.join(self._folder, NAME), [manifest._replace(shards=shards).text(_WHERE)])
+        files.write(os.path.join(self._folder, NAME), [manifest._replace(shards=written).text(_WHERE)])
         files.sync(self._folder)
         parent, name = os.path.split(self.path)
         old, replaces = os.path.join(parent, REPLACED.format(name)), self._check_place(_WHERE)

@@ -313,7 +313,7 @@ class State:
 
 
 class Comparison:
-    """Compares a checkpoint with these objects, path by path; alike on all ranks but for per-rank data.
+    """A checkpoint that fits these objects, compared path by path; alike on all ranks but for per-rank data.
 
     Args:
         source: the checkpoint.
@@ -322,6 +322,9 @@ class Comparison:
 
     Attributes:
         one_sided: the names that are on one side only.
+
+    Raises:
+        CheckpointMismatchError: with a list, for what does not fit.
     """
 
     def __init__(self, source: Reading, state: State, partial: bool) -> None:
@@ -339,20 +342,17 @@ class Comparison:
                 self._items[path] = item._replace(shape=source.own.arrays[path].shape) if is_own else item
                 above = self._inside[path.rpartition("/")[0]]
                 self._inside[path] = item.kind if item.kind in _FREE | {"module"} else above
-
-    # ------------------------------------------------------------------------------------------- what does not fit
-
-    def compare(self, where: str) -> None:
-        """Raise CheckpointMismatchError, with a list, for what does not fit."""
         problems = [printable(line, "")[:_LONGEST] for line in islice(self._problems(), _MOST_PROBLEMS + 1)]
         if problems:
             problems[_MOST_PROBLEMS:] = ["and more"] * (len(problems) > _MOST_PROBLEMS)
             raise CheckpointMismatchError.at(
-                where,
-                found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
+                state.where,
+                found=f"a checkpoint, {source.path!r}, that does not fit the objects",
                 expected="the same names, kinds, dtypes and shapes",
                 fix="\n  ".join(["Nothing has changed. These do not fit (partial=True leaves names out):", *problems]),
             )
+
+    # ------------------------------------------------------------------------------------------- what does not fit
 
     def _problems(self) -> Iterator[str]:
         """Yield what does not fit; the text may come from a checkpoint."""
