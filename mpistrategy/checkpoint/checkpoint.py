@@ -211,24 +211,18 @@ class Checkpoint(NamesOurs):
                 saving._begin(state, call, wait=bool(wait))
             on_error.pop_all()
         self._saving = saving
-        self._look_for_stale(state.by_name(), communicator.rank)
-        return saving
-
-    def _look_for_stale(self, digests: dict[str, list[Any]], rank: int) -> None:
-        """Warn once, on rank 0, of objects that are as they were in the last save, unless functions return them."""
-        last, self._last = self._last, digests
-        stale = [
-            name for name in digests if last.get(name) == digests[name] and not _is_function(self.objects.get(name))
-        ]
-        if stale and rank == 0 and not self._has_warned:
+        last, self._last = self._last, state.by_name()
+        unchanged = [key for key in self._last if last.get(key) == self._last[key]]
+        stale = [key for key in unchanged if not _is_function(self.objects.get(key))]
+        if stale and communicator.rank == 0 and not self._has_warned:
             self._has_warned = True
-            name, names = stale[0], ", ".join(map(repr, stale))
             warn(
-                f"Checkpoint.save: {names} unchanged since the last save. If the program has made a new object "
+                f"Checkpoint.save: {', '.join(map(repr, stale))} unchanged since the last save. If the program has made a new object "
                 "under this name, the checkpoint still has the old one. Give a function: "
-                f"ms.Checkpoint({name}=lambda: {name}). For a constant, a function ends this warning, too.",
+                f"ms.Checkpoint({stale[0]}=lambda: {stale[0]}). For a constant, a function ends this warning, too.",
                 StaleStateWarning,
             )
+        return saving
 
     @collective("restore")
     def restore(self, directory: str | os.PathLike[str], *, partial: bool = False, name: str | None = None) -> Restored:
@@ -265,11 +259,16 @@ class Checkpoint(NamesOurs):
             objects |= {name: fit.restored(name) for name in manifest.names if name in objects}
             call.agree("restore a checkpoint")
             left_out = tuple(printable(name, "") for name in fit.one_sided)
-            notes = _notes(manifest.layout, state.strategy.layout())
+            notes, now = [], state.strategy.layout()
+            for key, then in manifest.layout.items():
+                value = now.get(key)
+                # Gradient buckets are often made after a checkpoint was restored.
+                if then != value and key != "source" and (value or key != "gradient_buckets"):
+                    notes.append(printable(f"{key}: {then!r:.500} when it was saved, {value!r:.500} now", ""))
             self.objects.update({name: objects[name] for name in objects if not _is_function(self.objects.get(name))})
         self._last = {}
         return Restored(
-            path, manifest.ranks, printable(manifest.written_by, ""), manifest.layout, notes, left_out, objects
+            path, manifest.ranks, printable(manifest.written_by, ""), manifest.layout, tuple(notes), left_out, objects
         )
 
     def wait(self, *, name: str | None = None) -> None:
@@ -336,17 +335,6 @@ class Checkpoint(NamesOurs):
 def _is_function(value: Any) -> bool:
     """Return whether an object of a checkpoint is a function that returns the object to save."""
     return isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, functools.partial))
-
-
-def _notes(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, ...]:
-    """Return the differences between the layout of the job that saved and the present one."""
-    notes = []
-    for key, then in before.items():
-        value = now.get(key)
-        # Gradient buckets are often made after a checkpoint was restored.
-        if then != value and key != "source" and (value or key != "gradient_buckets"):
-            notes.append(printable(f"{key}: {then!r:.500} when it was saved, {value!r:.500} now", ""))
-    return tuple(notes)
 
 
 def checked_path(directory: Any, where: str, name: str = "directory") -> str:

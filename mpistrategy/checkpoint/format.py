@@ -420,25 +420,18 @@ def is_shape(shape: Any, itemsize: int) -> bool:
 
 # ------------------------------------------------------------------------------------------------ plain values
 
-#: Returned for a value that is not plain; None is plain.
+#: Stands for the JSON of a value that is not plain; None is plain.
 NOT_PLAIN = object()
 #: Stands for an object that is not there; None is a value.
 ABSENT = object()
 
 
-def to_json(value: Any) -> Any:
-    """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else `NOT_PLAIN`.
+def to_json(value: Any, depth: int = 0) -> Any:
+    """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else raise TypeError.
 
     Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would lose their class.
     Nor is what holds itself.
     """
-    try:
-        return _packed(value, 0)
-    except TypeError:
-        return NOT_PLAIN
-
-
-def _packed(value: Any, depth: int) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -447,10 +440,10 @@ def _packed(value: Any, depth: int) -> Any:
     if kind is bytes:
         return {"bytes": value.hex()}
     if depth <= DEEPEST and kind in (list, tuple):
-        items = [_packed(item, depth + 1) for item in value]
+        items = [to_json(item, depth + 1) for item in value]
         return items if kind is list else {"tuple": items}
     if depth <= DEEPEST and kind is dict and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, _packed(item, depth + 1)] for key, item in value.items()]}
+        return {"dict": [[key, to_json(item, depth + 1)] for key, item in value.items()]}
     raise TypeError("not plain")
 
 

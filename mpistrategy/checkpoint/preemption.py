@@ -145,8 +145,7 @@ class PreemptionCheckpointHandler(Settable):
         self._process = os.getpid()
         self._name = name
         is_simulated = self._communicator.is_simulated
-        with Call(self._communicator.guard, _WHERE, called=name) as call:
-            context.require_cross_replica(self._strategy, _WHERE)
+        with self.checkpoint_manager.checkpoint._call(_WHERE, name) as call:
             if threading.current_thread() is not threading.main_thread() and not is_simulated:
                 raise ContextError.at(
                     _WHERE,
@@ -277,7 +276,12 @@ class PreemptionCheckpointHandler(Settable):
             manager.save(step, name=name)
         if communicator.rank == 0:
             sys.stdout.flush()
-            text = _in_words(step, notices, time.monotonic() - now, self._config.grace_period)
+            grace, took = self._config.grace_period, time.monotonic() - now
+            told_by = ", ".join(text.rpartition(" ")[0] for text in notices if text)
+            seconds = max((float(text.rpartition(" ")[2]) for text in notices if text), default=0.0) + took
+            within = f" of {grace:g} s" if grace is not None else ""
+            late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
+            text = f"told to stop ({told_by}): saved step {step}, {seconds:.1f} s{within} after the signal{late}"
             print(f"{text}: {manager.path_of(step)}", file=sys.stderr, flush=True)
         self._notice = None
         self._communicator.guard.lower_flags()
@@ -291,12 +295,3 @@ class PreemptionCheckpointHandler(Settable):
             for number in self._previous:
                 signal.signal(number, signal.SIG_IGN)
             raise
-
-
-def _in_words(step: int, notices: Sequence[str], took: float, grace: float | None) -> str:
-    """Return who was told to stop, and how long it took."""
-    told_by = ", ".join(text.rpartition(" ")[0] for text in notices if text)
-    seconds = max((float(text.rpartition(" ")[2]) for text in notices if text), default=0.0) + took
-    within = f" of {grace:g} s" if grace is not None else ""
-    late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
-    return f"told to stop ({told_by}): saved step {step}, {seconds:.1f} s{within} after the signal{late}"

@@ -199,7 +199,10 @@ class State:
             value = value.value
         self.live[path] = value
         is_generator = isinstance(value, AnyGenerator)
-        plain = to_json(state_of(value) if is_generator else value)
+        try:
+            plain = to_json(state_of(value) if is_generator else value)
+        except TypeError:
+            plain = NOT_PLAIN
         if plain is not NOT_PLAIN:
             self.items[path] = Item("rng" if is_generator else "plain", copies)
             self.values[path] = plain
