@@ -217,8 +217,8 @@ class Checkpoint(NamesOurs):
         if stale and communicator.rank == 0 and not self._has_warned:
             self._has_warned = True
             warn(
-                f"Checkpoint.save: {', '.join(map(repr, stale))} unchanged since the last save. If the program has made a "
-                "new object under this name, the checkpoint still has the old one. Give a function: "
+                f"Checkpoint.save: {', '.join(map(repr, stale))} unchanged since the last save. If the program has "
+                "made a new object under this name, the checkpoint still has the old one. Give a function: "
                 f"ms.Checkpoint({stale[0]}=lambda: {stale[0]}). For a constant, a function ends this warning, too.",
                 StaleStateWarning,
             )
