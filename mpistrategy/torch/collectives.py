@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mpistrategy.arrays import nest
-from mpistrategy.checkpoint.format import NOT_PLAIN, from_json, to_json
+from mpistrategy.checkpoint.format import from_json, to_json
 from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.kept import is_stateful
@@ -351,12 +351,12 @@ def _description(leaf: Any, path: str) -> Any:
         return {"tensor": [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]}
     if isinstance(leaf, np.generic):
         return {"number": [leaf.dtype.str, leaf.tobytes().hex()]}
-    plain = {"Counter": to_json(dict(leaf))} if isinstance(leaf, Counter) else to_json(leaf)
-    if plain is NOT_PLAIN:
+    try:
+        return {"Counter": to_json(dict(leaf))} if isinstance(leaf, Counter) else to_json(leaf)
+    except TypeError as error:
         raise OptionTypeError.at(
             _BROADCAST, found=f"a {type(leaf).__name__} at {path}", expected="tensors and plain values"
-        )
-    return plain
+        ) from error
 
 
 def _leaf_of(description: Any, own_leaf: Any) -> Any:
