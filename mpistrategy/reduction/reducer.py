@@ -354,9 +354,15 @@ class Reducer:
         components, arrays, memory = checked_inputs(op, leaves, paths, call.where, dense, targets)
         call.wait_as(settings.timeout_seconds)
         if weight is not None:
-            layouts, on_gpu = layouts_of(arrays), any(map(is_on_device, arrays))
-            means = WeightedMeans(self, layouts, settings, None if on_gpu else self.plan_for(layouts, op, settings))
-            means.weight = checked_weight(weight, op, call.where)
+            own_weight, layouts = checked_weight(weight, op, call.where), layouts_of(arrays)
+            on_gpu = any(map(is_on_device, arrays))
+            means = self.cached(
+                (WeightedMeans, layouts, settings, on_gpu, ranks.guard.level),
+                lambda: WeightedMeans(
+                    self, layouts, settings, None if on_gpu else self.plan_for(layouts, op, settings)
+                ),
+            )
+            means.weight = own_weight
             words = "reduce", WEIGHTED, call.structure, tuple(map(layout_of, arrays)), EVERY_RANK.text
             signature = Signature(*words, self.algorithm._settings(settings), call.name, call.where, call.place)
             results = Compared(signature, None).carry_out(call, means, arrays)
@@ -485,11 +491,12 @@ class WeightedMeans(Transfer):
         self.layouts = layouts
         self._reducer, self._options = reducer, None if options == reducer.options else options
         ranks = reducer.communicator
-        self._weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
         self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
         is_small = isinstance(plan, Plan) and isinstance(plan.route, MailboxRoute)
         with_weight = (np.dtype(np.float64), ()), *layouts
         self._in_mailboxes = in_mailboxes(ranks, with_weight, ranks.size) if is_small else None
+        if self._in_mailboxes is None:
+            self._weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Give this rank's weight, and small arrays, before the ranks agree on the call."""
