@@ -563,7 +563,8 @@ class CheckpointManager(NamesOurs, Settable):
                 fix="Use a folder for each job, or close() the other manager first.",
             ) from error
         weakref.finalize(self, self._lock.close)
-        files.sweep(self.directory, _UNFINISHED)
+        if self._lock.is_held:
+            files.sweep(self.directory, _UNFINISHED)
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -235,9 +235,10 @@ def sweep(folder: str, names: re.Pattern[str]) -> str:
     for name in filter(names.fullmatch, sorted(os.listdir(folder))):
         path = os.path.join(folder, name)
         try:
-            with contextlib.closing(Lock(path)) as lock:
-                if lock.is_held:
-                    remove(path)
+            if is_ours(path):
+                with contextlib.closing(Lock(path)) as lock:
+                    if lock.is_held:
+                        remove(path)
         except OSError as error:
             locked = name if isinstance(error, BlockingIOError) else locked
     return locked

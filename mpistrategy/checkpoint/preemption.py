@@ -139,6 +139,7 @@ class PreemptionCheckpointHandler(Settable):
         self._steps_between_votes = checked_count(_WHERE, "steps_between_votes", steps_between_votes)
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator: Ranks = self._strategy.extended.communicator
+        self._guard = self._communicator.guard
         #: The notice to stop, and its time; the previous signal handlers; the process that catches signals.
         self._notice: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -155,7 +156,7 @@ class PreemptionCheckpointHandler(Settable):
                 )
             call.agree("begin", options=f"{steps_between_votes=}")
         if not is_simulated:  # simulated ranks share a process: its signals are not theirs
-            self._communicator.guard.at_close.append(self.close)
+            self._guard.at_close.append(self.close)
             for number in map(_signal, config.signals):
                 self._previous[number] = signal.signal(number, self._note)
         try:
@@ -217,7 +218,7 @@ class PreemptionCheckpointHandler(Settable):
         self._process = 0
         if threading.current_thread() is threading.main_thread():
             self._give_back()
-        self._communicator.guard.lower_flags()
+        self._guard.lower_flags()
 
     def __enter__(self) -> Self:
         return self
@@ -243,7 +244,7 @@ class PreemptionCheckpointHandler(Settable):
             return
         # Do nothing else: the interrupted code may be half done.
         self._notice = self._notice or (signal.Signals(number).name, time.monotonic())
-        self._communicator.guard.raise_flag()
+        self._guard.raise_flag()
 
     # --------------------------------------------------------------------------------------------- between the ranks
 
@@ -253,16 +254,16 @@ class PreemptionCheckpointHandler(Settable):
         if watcher is not None and watcher():
             self._notice = self._notice or ("termination_watcher_fn", time.monotonic())
         if self._notice is not None:  # again, after a signal: another handler, which was closed, has lowered the flag
-            self._communicator.guard.raise_flag()
-        if is_due and not self._communicator.guard.flag_was_seen:
-            with Call(self._communicator.guard, where, called=name) as call:
+            self._guard.raise_flag()
+        if is_due and not self._guard.flag_was_seen:
+            with Call(self._guard, where, called=name) as call:
                 call.agree("look for signals")
-        if self._communicator.guard.flag_was_seen:
+        if self._guard.flag_was_seen:
             self._stop(where, name)
 
     def _stop(self, where: str, name: str | None) -> None:
         manager, step, communicator = self.checkpoint_manager, self._runs, self._communicator
-        with Call(self._communicator.guard, where, called=name) as call:
+        with Call(self._guard, where, called=name) as call:
             call.agree("stop", options=f"after step {step}")
             now = time.monotonic()
             source, since = self._notice or ("", now)
@@ -284,7 +285,7 @@ class PreemptionCheckpointHandler(Settable):
             text = f"told to stop ({told_by}): saved step {step}, {seconds:.1f} s{within} after the signal{late}"
             print(f"{text}: {manager.path_of(step)}", file=sys.stderr, flush=True)
         self._notice = None
-        self._communicator.guard.lower_flags()
+        self._guard.lower_flags()
         try:
             if self._config.exit_fn is None:
                 sys.exit(START_ME_AGAIN)

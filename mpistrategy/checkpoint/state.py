@@ -199,8 +199,9 @@ class State:
             value = value.value
         self.live[path] = value
         is_generator = isinstance(value, AnyGenerator)
+        content = state_of(value) if is_generator else value
         try:
-            plain = to_json(state_of(value) if is_generator else value)
+            plain = to_json(content)
         except TypeError:
             plain = NOT_PLAIN
         if plain is not NOT_PLAIN:
