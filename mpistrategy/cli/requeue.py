@@ -165,6 +165,8 @@ class Step:
             _remove(self.notes)
             code = 127
         self.status = code if code >= 0 else 128 - code  # as a shell counts
+        for number in (signal.SIGUSR2, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
         notes = None
         if "--unfinished" not in self._command and self.status and (self._is_told or self.status == STOPPED):
             notes = ["stopped"]  # the ranks could write nothing

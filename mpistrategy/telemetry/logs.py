@@ -141,7 +141,8 @@ def setup_logging(
     """
     target = logger if isinstance(logger, logging.Logger) else logging.getLogger(logger)
     handler, by_rank = RankHandler(stream), RankFilter(ranks, level, others)
-    handler.setFormatter(RankFormatter(format or _FORMAT, _DATES))
+    if format is not None:
+        handler.setFormatter(RankFormatter(format, _DATES))
     handler.addFilter(by_rank)
     for old_handler in list(target.handlers):
         if force or isinstance(old_handler, RankHandler):

@@ -43,7 +43,9 @@ def folders() -> tuple[str, str]:
 
 def sees_all_processes() -> bool:
     """Return whether no process of this user is hidden from this one."""
-    return os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+    return False
 
 
 def leftover_paths() -> list[str]:

@@ -201,7 +201,8 @@ def _gpus(settings: Mapping[str, str]) -> int:
 
 def _write_header(lines: Lines, template: str, site: Site, file: str) -> None:
     own = f"{template}.{'sbatch' if site.batch == 'slurm' else 'pbs'}"
-    lines.lines[:] = [line.replace(own, file or own) if line.startswith("#") else line for line in lines.lines]
+    if file:
+        lines.lines[:] = [line.replace(own, file) if line.startswith("#") else line for line in lines.lines]
     if site.name:
         notes = ["#", f"# Site {site.name}: {site.summary}", *(f"# {line}" for line in site.notes)]
         if site.pages:

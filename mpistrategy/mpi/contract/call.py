@@ -76,7 +76,7 @@ class Call(CurrentCall):
             self._outer = outer
             if outer is None:
                 guard.thread, guard.agreed, guard.reported = get_ident(), False, None
-                if not self._anywhere:
+                if not self._anywhere:  # the frame itself is this package's
                     self.place: str = (guard.site or site_of(self.frame.f_back)).place
                 if guard.size > 1:
                     record, now = guard.record, monotonic()
