@@ -7,7 +7,7 @@ expected, and how to fix it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -56,7 +56,10 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
 ]
-__dir__: Callable[[], list[str]] = __all__.copy
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 @dataclass(frozen=True)

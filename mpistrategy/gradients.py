@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,11 @@ __all__ = [
     "clip_by_global_norm",
     "global_norm",
 ]
-__dir__: Callable[[], list[str]] = __all__.copy
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 #: How many elements are squared at once.
 _PART = 2**24

@@ -19,7 +19,10 @@ __all__ = [
     "compute_average_loss",
     "scale_regularization_loss",
 ]
-__dir__: Any = __all__.copy
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:

@@ -5,7 +5,7 @@ Gradients are summed over the replicas, so divide the loss by the global batch s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,11 @@ __all__ = [
     "AdamW",
     "Optimizer",
 ]
-__dir__: Callable[[], list[str]] = __all__.copy
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 #: What the decay of a mean must be.
 _DECAY = "a number from 0 to below 1", lambda value: 0 <= value < 1

@@ -19,7 +19,11 @@ __all__ = [
     "PiecewiseConstantDecay",
     "Warmup",
 ]
-__dir__: Callable[[], list[str]] = __all__.copy
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 #: Returns the learning rate, 0 or more, of the step after this many; the same on all ranks.
 Schedule: TypeAlias = Callable[[int], float]

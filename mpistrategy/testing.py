@@ -13,7 +13,11 @@ __all__ = [
     "run_replicas",
     "run_threads",
 ]
-__dir__: Callable[[], list[str]] = __all__.copy
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 T = TypeVar("T")
 
