@@ -321,7 +321,10 @@ class Mirrored(DistributedValues):
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
-        DistributedValues.__init__(self, values)  # super() takes as long as all else here
+        if type(values) is tuple and len(values) < 2:
+            self.values = values
+        else:
+            super().__init__(values)
         self._lives_on = lives_on
 
     def _read(self) -> Any:

@@ -255,7 +255,8 @@ class CrossDeviceOps(Algorithm):
         with call:
             destination = resolve(destinations, communicator, call.where)
             (result,) = broadcast(communicator, [tensor], 0, call, destination.text)
-            return destination.mirrored(result)
+            (mirrored,) = destination.mirrored([result])
+            return mirrored
 
 
 def _group_of(value: Any) -> Ranks | None:
@@ -367,7 +368,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             targets = [resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             results = self._reduce(call, communicator, reduce_op, parts, values, targets, options)
             results = [*map(in_kind, results, parts)]
-            return [target.mirrored(result) for result, target in zip(results, targets, strict=True)]
+            return [m for result, target in zip(results, targets, strict=True) for m in target.mirrored([result])]
 
     def _all_reduce_values(
         self,

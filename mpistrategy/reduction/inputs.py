@@ -6,9 +6,10 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -60,7 +61,7 @@ NUMBERS: dict[type, np.dtype[Any]] = {
     **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
 }
 
-_is_writeable = attrgetter("flags.writeable")
+_ndarray, _is_writeable = np.ndarray, attrgetter("flags.writeable")
 
 
 def checked_leaves(
@@ -149,7 +150,9 @@ def takes(out: Any, where: Structure, arrays: Sequence[Array], dtypes: Sequence[
 
 def writable(targets: Sequence[Array]) -> bool:
     """Return whether results can be written to all targets, and no target occurs twice."""
-    return all(map(_is_writeable, targets)) and (len(targets) == 1 or len({*map(id, targets)}) == len(targets))
+    if len(targets) == 1:
+        return targets[0].flags.writeable
+    return all(map(_is_writeable, targets)) and len({*map(id, targets)}) == len(targets)
 
 
 def unpacked(value: Any) -> Any:
@@ -285,10 +288,10 @@ def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
     """Copy results into arrays of their dtypes and shapes: arrays in GPU memory all at once, on the current stream."""
     on_gpu: list[tuple[Any, Any]] = []
     for result, target in zip(results, targets):  # noqa: B905  # `strict` takes as long as a copy
-        if is_on_device(target):
+        if type(target) is not _ndarray and is_on_device(target):
             on_gpu.append((as_device_array(result, "a result in GPU memory"), target))
         elif result is not target:
-            target[...] = host_array(result)
+            target[...] = result if type(result) is _ndarray else host_array(result)
     if on_gpu:
         with on_gpu[0][0].device:
             move(*zip(*on_gpu, strict=True))
@@ -319,9 +322,9 @@ class Destination:
         """The single rank on which the result lives, or None when there are several."""
         return self.ranks[0] if self.ranks is not None and len(self.ranks) == 1 else None
 
-    def mirrored(self, value: Any) -> Mirrored:
-        """Wrap a result that lives on these ranks."""
-        return Mirrored((value,) if self.is_here else (), self.text)
+    def mirrored(self, values: Sequence[Any]) -> Iterable[Mirrored]:
+        """Wrap results that live on these ranks."""
+        return map(Mirrored, zip(values) if self.is_here else repeat((), len(values)), repeat(self.text))
 
 
 EVERY_RANK = Destination()

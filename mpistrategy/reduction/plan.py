@@ -287,9 +287,9 @@ class NestPlan(Compared, CallPlan):
             write(self.carry_out(call, transfer, arrays, direct_targets), targets)
             return out
         results = self.carry_out(call, transfer, arrays)
-        in_kinds: Any = results if self._only_arrays else map(in_kind, results, leaves)
+        in_kinds: Any = results if self._only_arrays else [*map(in_kind, results, leaves)]
         if destination is not None:
-            in_kinds = map(destination.mirrored, in_kinds)
+            in_kinds = destination.mirrored(in_kinds)
         return self.leaves.pack(in_kinds)
 
 

@@ -172,9 +172,9 @@ class General(CallPlan):
         return self.reducer.options.merge(self.options)
 
     @staticmethod
-    def kind(value: Any, out: Any) -> Any:
-        """Return a key that tells calls with plans apart; see `kind_of`."""
-        return kind_of(value), None if out is None else kind_of(out)
+    def kind_of_out(value: Any, out: Any) -> Any:
+        """Return a key that tells the `out` of calls with plans apart; see `kind_of`."""
+        return kind_of(out)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of calls like this call; None for calls that are examined each time.
@@ -214,11 +214,10 @@ class AllReduce(General):
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of nests of arrays and numbers; see `General.plan`."""
         reducer, options, is_weighted = self.reducer, self.merged_options, weight is not None
-        op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
-        where = None if is_arena(value) else self.leaves_of(value, out)
+        op, where = ReduceOp._parse(self.argument, call.where), None if is_arena(value) else self.leaves_of(value, out)
         if where is None or (is_weighted and op is not ReduceOp.MEAN):
             return None
-        leaves = where.take(value)
+        leaves, destination = where.take(value), self.destination(value, out, call.where)
         is_on_gpu = not is_weighted and all(map(is_cupy, leaves))
         arrays: Any = leaves if is_on_gpu else arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
@@ -291,13 +290,14 @@ class Reducer:
         `general` makes the calls that have no other plan, and defines `argument`, `value` and `out`.
         """
         guard = self.communicator.guard
-        with Call(guard, where, name) as call:
+        with Call(guard, where, name, own_frames=3) as call:  # the public method, too
             key: Any = None
             plan: CallPlan | None = None
             if not call.structure:  # of a call around this one: other compared fields may change from call to call
                 try:
-                    called = general, guard.level, call.where, call.place, call.name, type(argument), argument
-                    key = called, options, weight is None, general.kind(value, out)
+                    site = general, call.where, call.place, call.name
+                    whither = None if out is None else general.kind_of_out(value, out)
+                    key = site, type(argument), argument, options, weight is None, kind_of(value), whither
                     plan = self._plans.get(key)
                 except Exception:  # such as the error of a list that holds itself
                     key = None
@@ -357,7 +357,7 @@ class Reducer:
             own_weight, layouts = checked_weight(weight, op, call.where), layouts_of(arrays)
             on_gpu = any(map(is_on_device, arrays))
             means = self.cached(
-                (WeightedMeans, layouts, settings, on_gpu, ranks.guard.level),
+                (WeightedMeans, layouts, settings, on_gpu),
                 lambda: WeightedMeans(
                     self, layouts, settings, None if on_gpu else self.plan_for(layouts, op, settings)
                 ),
@@ -425,8 +425,7 @@ class Reducer:
             on_gpu: whether they are CuPy arrays; floats then.
         """
         plan: ArraysPlan | None = self.cached(
-            (ArraysPlan, op, layouts, on_gpu, self.communicator.guard.level),
-            partial(self._new_plan_of_arrays, op, layouts, on_gpu),
+            (ArraysPlan, op, layouts, on_gpu), partial(self._new_plan_of_arrays, op, layouts, on_gpu)
         )
         return plan
 
@@ -496,7 +495,7 @@ class WeightedMeans(Transfer):
         with_weight = (np.dtype(np.float64), ()), *layouts
         self._in_mailboxes = in_mailboxes(ranks, with_weight, ranks.size) if is_small else None
         if self._in_mailboxes is None:
-            self._weights = ranks.once((NumbersOfRanks, ranks.guard.level), partial(NumbersOfRanks, ranks, 1))
+            self._weights = ranks.once(NumbersOfRanks, partial(NumbersOfRanks, ranks, 1))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Give this rank's weight, and small arrays, before the ranks agree on the call."""

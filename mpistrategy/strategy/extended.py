@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -27,7 +28,6 @@ from mpistrategy.objects.settings import NotPickled, Settable, checked_type
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.inputs import Destination, for_value, resolve, unpacked, unwrapped
-from mpistrategy.reduction.plan import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.variable import Variable
@@ -185,7 +185,9 @@ class StrategyExtended(NotPickled, Settable):
         self._require_collective(where)
         if isinstance(values, Iterable):
             values = list(values)
-            if values and all(isinstance(pair, tuple) and len(pair) == 2 for pair in values):
+            kinds = {*map(type, values)}
+            are_tuples = kinds == {tuple} or all(issubclass(kind, tuple) for kind in kinds)
+            if are_tuples and {*map(len, values)} == {2}:
                 values, destinations = map(list, zip(*values, strict=True))
         return self._reducer.run(where, _BatchReduceTo, reduce_op, values, options, name, destinations)  # type: ignore[no-any-return]
 
@@ -408,7 +410,8 @@ class StrategyExtended(NotPickled, Settable):
 
     def _require_collective(self, where: str) -> None:
         context.require_cross_replica(self._container_strategy, where)
-        context.warn_if_alone(self._container_strategy, where)
+        if self._container_strategy._is_default:
+            context.warn_if_alone(self._container_strategy, where)
 
 
 call_sites.calls_steps(StrategyExtended.call_for_each_replica)
@@ -430,9 +433,17 @@ class _ReduceTo(AllReduce):
     """`StrategyExtended.reduce_to`; the `out` of its calls are the destinations."""
 
     @staticmethod
-    def kind(value: Any, out: Any) -> Any:
-        """Return a key that tells calls with plans apart."""
-        return kind_of(value), _kind_of_destinations(value, out)
+    def kind_of_out(value: Any, out: Any) -> Any:
+        """Return a key that tells destinations apart: device strings, or a value.
+
+        Raises:
+            TypeError: for destinations that must be examined in each call.
+        """
+        if out is value or isinstance(out, (np.ndarray, ArrayLike)):
+            return np.ndarray
+        if type(out) is str:
+            return out
+        raise TypeError
 
     def leaves_of(self, value: Any, out: Any) -> nest.Structure | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
@@ -473,14 +484,14 @@ class _BatchReduceTo(_ReduceTo):
     """`StrategyExtended.batch_reduce_to`: a list of values, and a list of destinations as `out`."""
 
     @staticmethod
-    def kind(value: Any, out: Any) -> Any:
-        """Return a key that tells calls with plans apart: calls with one destination."""
-        (where,) = {*map(_kind_of_destinations, value, out)}
-        return where, kind_of(value)
+    def kind_of_out(value: Any, out: Any) -> Any:
+        """Return a key that tells calls with one destination apart; see `_ReduceTo.kind_of_out`."""
+        (where,) = {np.ndarray} if all(map(is_, value, out)) else {*map(_ReduceTo.kind_of_out, value, out)}
+        return where
 
     def leaves_of(self, value: Any, out: Any) -> nest.Structure | None:
         """Return how to reach the arrays of all values; see `_ReduceTo.leaves_of`."""
-        return None if any(map(_is_one_array, value)) else nest.leaves_of(value)
+        return None if out is None or any(map(_is_one_array, value)) else nest.leaves_of(value)
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the results."""
@@ -493,16 +504,3 @@ class _BatchReduceTo(_ReduceTo):
                 return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value)
             call.structure = f"[{','.join(_leaves_of(each)[1].text for each in value)}]"  # as that of a list
             return self.batch(call, value, out)
-
-
-def _kind_of_destinations(value: Any, destinations: Any) -> Any:
-    """Return a key that tells destinations apart: device strings, or a value.
-
-    Raises:
-        TypeError: for destinations that must be examined in each call.
-    """
-    if destinations is value or isinstance(destinations, (np.ndarray, ArrayLike)):
-        return np.ndarray
-    if type(destinations) is str:
-        return destinations
-    raise TypeError

@@ -13,6 +13,7 @@ from mpistrategy.context import (
     Frame,
     Mode,
     Strategy,
+    call_in,
     check_call,
     check_strategy,
     cross_replica,
@@ -29,7 +30,7 @@ from mpistrategy.options import CommunicationOptions, Op
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.collectives import Gather, Scan, Scattered
 from mpistrategy.reduction.inputs import unpacked
-from mpistrategy.reduction.reducer import AllReduce, General
+from mpistrategy.reduction.reducer import AllReduce
 
 T = TypeVar("T")
 
@@ -153,7 +154,9 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
-        return self._run("ReplicaContext.all_reduce", AllReduce, reduce_op, value, options, name, out, weight)
+        return self._in_step(where := "ReplicaContext.all_reduce")(
+            where, AllReduce, reduce_op, value, options, name, out, weight
+        )
 
     @overload
     def all_reduce_async(
@@ -245,7 +248,7 @@ class ReplicaContext(NotPickled):
             ShapeError: for scalars and for an axis out of range.
             CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
         """
-        return self._run("ReplicaContext.all_gather", Gather, axis, value, options, name)  # type: ignore[no-any-return]
+        return self._in_step(where := "ReplicaContext.all_gather")(where, Gather, axis, value, options, name)  # type: ignore[no-any-return]
 
     @collective("reduce_scatter", outside="strategy.reduce", may_skip_check=True)
     def reduce_scatter(
@@ -286,7 +289,8 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(lambda: ms.get_replica_context().reduce_scatter("SUM", np.arange(4.0)))
         array([0., 1., 2., 3.])
         """
-        return self._run("ReplicaContext.reduce_scatter", Scattered, reduce_op, value, options, name, axis)  # type: ignore[no-any-return]
+        run = self._in_step(where := "ReplicaContext.reduce_scatter")
+        return run(where, Scattered, reduce_op, value, options, name, axis)  # type: ignore[no-any-return]
 
     @collective("scan", outside="strategy.gather", may_skip_check=True)
     def scan(
@@ -324,7 +328,7 @@ class ReplicaContext(NotPickled):
         np.int64(0)
         """
         argument = reduce_op, exclusive, type(exclusive)  # a plan is found by it: 1 and True are equal
-        return self._run("ReplicaContext.scan", Scan, argument, value, options, name)  # type: ignore[no-any-return]
+        return self._in_step(where := "ReplicaContext.scan")(where, Scan, argument, value, options, name)  # type: ignore[no-any-return]
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -348,23 +352,13 @@ class ReplicaContext(NotPickled):
         with cross_replica(self._strategy):
             return unpacked(merge_fn(self._strategy, *args, **(kwargs or {})))
 
-    def _run(
-        self,
-        where: str,
-        general: type[General],
-        argument: Any,
-        value: Any,
-        options: CommunicationOptions | None,
-        name: str | None,
-        out: Any = None,
-        weight: Any = None,
-    ) -> Any:
-        """Make a collective of this context; see `Reducer.run`."""
-        frame, reducer = current_frame(), self._strategy.extended._reducer
+    def _in_step(self, where: str) -> Callable[..., Any]:
+        """Return `Reducer.run`, for a collective of this context."""
+        frame, run = current_frame(), self._strategy.extended._reducer.run
         if frame is not None and frame.replica_context is self:
-            return reducer.run(where, general, argument, value, options, name, out, weight)
-        with self._outside_steps(frame, where):
-            return reducer.run(where, general, argument, value, options, name, out, weight)
+            return run  # type: ignore[no-any-return]
+        outside = self._outside_steps(frame, where)
+        return lambda *call: call_in(outside, run, call, {})
 
     def _outside_steps(self, frame: Frame | None, where: str, *, is_collective: bool = True) -> Frame:
         """Return what must be entered to communicate in `frame`, this thread's, which is not of this context.

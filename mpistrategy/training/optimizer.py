@@ -347,7 +347,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         """Prepare the reduction of ordinary gradients, unless it is prepared already; collective then."""
         extended, reducer = plan.strategy.extended, plan.strategy.extended._reducer
         screens = self.global_clipnorm is not None or self.nonfinite is not None
-        key = (kernel is None, screens, self.aggregation, reducer.changes, extended.communicator.guard.level)
+        key = (kernel is None, screens, self.aggregation, reducer.changes)
         if (*key, len(self._arenas)) == plan.key:
             return
         plan.sliced, slots = None, [*map(self.slots_of, plan.variables)]

@@ -22,7 +22,7 @@ def parse_arguments() -> argparse.Namespace:
     timed.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     names = parser.add_subparsers(dest="name", required=True)
     calls = names.add_parser("calls", help="a rank's own work of one repeated small call, beside a sketch of the least")
-    calls.add_argument("--rounds", type=int, default=700, help="of three calls each; default: %(default)s")
+    calls.add_argument("--rounds", type=int, default=100, help="of thirty calls each; default: %(default)s")
     sizes = names.add_parser("sizes", parents=[timed], help="all-reduces beside mpi4py's")
     sizes.add_argument("bytes", nargs="*", type=int, default=[8, 4096, 65536, 2**18, 2**20, 2**22, 2**24])
     torch = names.add_parser("torch_steps", parents=[timed], help="torch's training steps and all-reduces beside gloo")

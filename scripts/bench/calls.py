@@ -162,7 +162,7 @@ def strategy_of(algorithm: Any = None) -> tuple[Any, Any]:
     return strategy, ranks
 
 
-def least_in_turns(works: Sequence[Callable[[], Any]], rounds: int, times: int = 3) -> list[float]:
+def least_in_turns(works: Sequence[Callable[[], Any]], rounds: int, times: int = 30) -> list[float]:
     """Return the least microseconds of one call of each work; in turns, so that other programs disturb all alike."""
     best = [float("inf")] * len(works)
     for _ in range(rounds):

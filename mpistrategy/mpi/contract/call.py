@@ -12,10 +12,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrategy import errors
-from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard, time_limit
+from mpistrategy.mpi.contract.observers import observers
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
 #: Of code: generators, coroutines, and both.
@@ -35,6 +35,7 @@ class Call(CurrentCall):
         name: the object of the call: a variable's name.
         structure: the structure of the values, in words.
         anywhere: whether ranks may make the call at different call sites.
+        own_frames: how many frames around the context are this package's: fewer are looked at.
 
     Raises:
         ContextError: when the strategy has been closed, and, on all ranks, while JAX traces on one.
@@ -54,12 +55,14 @@ class Call(CurrentCall):
         name: str = "",
         structure: str = "",
         anywhere: bool = False,
+        *,
+        own_frames: int = 2,
     ) -> None:
         if guard.closed:
             raise guard.refusal(where)
         self.where = where
         self.guard: Guard = guard
-        self._called, self._anywhere = called, anywhere or called
+        self._called, self._anywhere, self._own_frames = called, anywhere or called, own_frames
         if structure:
             self.structure = structure
         if called and isinstance(called, str):
@@ -76,8 +79,8 @@ class Call(CurrentCall):
             self._outer = outer
             if outer is None:
                 guard.thread, guard.agreed, guard.reported = get_ident(), False, None
-                if not self._anywhere:  # the frame itself is this package's
-                    self.place: str = (guard.site or site_of(self.frame.f_back)).place
+                if not self._anywhere:
+                    self.place: str = (guard.site or site_of(_getframe(self._own_frames))).place
                 if guard.size > 1:
                     record, now = guard.record, monotonic()
                     self.number: int = record.number + 1
@@ -86,7 +89,7 @@ class Call(CurrentCall):
                     record.entries.append(self)
                     at = number % LENGTH
                     record.before[at], record.times[at], record.after[at] = number, now, number
-                for observer in observers.observers:
+                for observer in observers:
                     observer.entered(guard, self)
             guard.current = self
             if self._called is not None and not isinstance(self._called, str):
@@ -183,7 +186,7 @@ class Call(CurrentCall):
             guard.current = self._outer
             if self._outer is None:
                 self.left: float = monotonic()
-                for observer in observers.observers:
+                for observer in observers:
                     observer.left(guard, self)
                 if self._on_gpu is not None:
                     on_gpu, self._on_gpu = self._on_gpu, None

@@ -224,7 +224,7 @@ class Guard:
     def check_as(self, level: str) -> None:
         """Compare all calls; with "off" and where a comparison costs a message, only calls that need a barrier.
 
-        All ranks set the level at the same time.
+        All ranks set the level at the same time, before the first plan is made: routes depend on it.
         """
         if self._channel is not None and not self._channel.is_free:
             self.level = level
