@@ -443,7 +443,8 @@ class Comparison:
         if item.kind not in ("plain", "rng"):
             children = {key: _below(path, key) for key in item.keys}
             has_state = "state" in children or item.kind not in ("module", "object")
-            require(has_state and {*children.values()} <= self._items.keys(), "items")
+            # No two keys may have one path.
+            require(has_state and len({*children.values()} & self._items.keys()) == len(children), "items")
             return children
         value = from_json(item.values[0] if item.copies == ONE else self._source.own.values[path])
         times = 0 if item.copies == ONE else self._source.ranks.rank // self._source.manifest.ranks

@@ -49,6 +49,7 @@ class Saved:
                 built=built,
                 plain=[1, {"a": 2.5}],
                 kept=[np.ones(2), 1],
+                named={1: np.ones(2), "b": np.ones(2)},
                 empty=np.zeros((0, 1)),
                 rows=ms.Rows(np.ones((1, 2))),
             )
@@ -183,6 +184,7 @@ def test_manifests_that_lie(saved: Saved, lie: str) -> None:
 MISFITS: dict[str, Callable[[Any], Any]] = {
     "an unknown kind": lambda c: item(c, "x", 0, "of"),
     "a list of very many": lambda c: item(c, "kept", 4, 10**15),
+    "two keys of one array": lambda c: item(c, "named", 4, [c["items"]["named"][4][0], "1"]),
     "a list of words": lambda c: item(c, "kept", 4, "many"),
     "a random state of another": lambda c: item(c, "rng", 5, [{"dict": [["bit_generator", "os"]]}]),
     "a generator for variables": lambda c: c["items"].update({"built/slots": ["rng", "one", "", [], None, [1]]}),
