@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -341,7 +342,8 @@ def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
     return number
 
 
-def normalized(weights: Sequence[float]) -> tuple[list[float], float]:
+@lru_cache(maxsize=16)
+def normalized(weights: tuple[float, ...]) -> tuple[list[float], float]:
     """Return the ranks' weights times one power of two, and their sum, which is less than 1 and not less than 1/2."""
     _, exponent = math.frexp(max(weights))
     total = math.fsum([math.ldexp(weight, -exponent) for weight in weights])

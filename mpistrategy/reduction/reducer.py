@@ -492,7 +492,11 @@ class WeightedMeans(Transfer):
         ranks = reducer.communicator
         self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
         is_small = isinstance(plan, Plan) and isinstance(plan.route, MailboxRoute)
-        with_weight = (np.dtype(np.float64), ()), *layouts
+        exact = [np.result_type(dtype, np.float64) for dtype in self._results]
+        with_weight = (
+            (np.dtype(np.float64), ()),
+            *((dtype, shape) for dtype, (_, shape) in zip(exact, layouts, strict=True)),
+        )
         self._in_mailboxes = in_mailboxes(ranks, with_weight, ranks.size) if is_small else None
         if self._in_mailboxes is None:
             self._weights = ranks.once(NumbersOfRanks, partial(NumbersOfRanks, ranks, 1))
@@ -510,7 +514,7 @@ class WeightedMeans(Transfer):
             return self._of_small(*zip(*self._in_mailboxes.arrays_of_ranks(), strict=True))
         ranks = self._reducer.communicator
         call: Any = ranks.guard.current
-        factors, total = normalized(self._weights.numbers_of_ranks(memory).ravel().tolist())
+        factors, total = normalized(tuple(self._weights.numbers_of_ranks(memory).ravel().tolist()))
         ranks.guard.agreed = False  # there is one more agreement
         products = [product(array, self.weight, factors[ranks.rank]) for array in arrays]
         rooms = [
@@ -523,12 +527,11 @@ class WeightedMeans(Transfer):
     @quietly
     def _of_small(self, weights: Sequence[Array], *arrays_of_ranks: Sequence[Array]) -> list[Array]:
         """Return the means of arrays; each argument has a value of each rank."""
-        factors, total = normalized([*map(float, weights)])
+        factors, total = normalized(tuple(map(float, weights)))
         means: list[Array] = []
         for of_ranks, dtype in zip(arrays_of_ranks, self._results, strict=True):
-            kind = np.result_type(dtype, np.float64)
             rows = zip(of_ranks, factors, strict=True)
-            products = [np.multiply(array, factor, dtype=kind) for array, factor in rows if factor or total == 0]
+            products = [array * factor for array, factor in rows if factor or total == 0]
             means.append(np.asarray(reduce(np.add, products) / total, dtype))
         return means
 
