@@ -21,13 +21,14 @@ FIX = (
 def in_jax_trace() -> bool:
     """Return whether JAX traces in this thread; 30 ns before JAX is imported, a fourth of a microsecond after."""
     # JAX has no public name for this.  The private name has existed since 2020, in every version.
-    is_outside = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
+    core = sys.modules.get("jax._src.core")
+    is_outside = None if core is None else getattr(core, "trace_state_clean", None)
     return is_outside is not None and not is_outside()
 
 
 def refuse_in_jax_trace(where: str) -> None:
     """Raise ContextError while JAX traces in this thread."""
-    if "jax._src.core" in sys.modules and in_jax_trace():
+    if in_jax_trace():
         raise ContextError.at(
             where,
             found="a call inside a function that JAX traces, which runs once for many calls of the compiled one",

@@ -51,7 +51,6 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
     """An all-reduce that `ReplicaContext.all_reduce_async` has started; generic in the type of its result."""
 
     _instead_of_pickling = "Send what wait() returns."
-    _background: Background | None = None
 
     def __init__(
         self,
@@ -72,9 +71,9 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
             begun: the reduction on a GPU.
             values: of an arena.
         """
-        self._result, self._gpu_reduction, self._values = result, begun, values
-        if background is not None:
-            self._background, self._job, self._guard, self._number = background, job, guard, background.submitted
+        self._result, self._background, self._job, self._guard = result, background, job, guard
+        self._gpu_reduction, self._values = begun, values
+        self._number = 0 if background is None else background.submitted
 
     def done(self) -> bool:
         """Return whether `wait` would find a result or an error at once on this rank; never waits.

@@ -61,7 +61,7 @@ NUMBERS: dict[type, np.dtype[Any]] = {
     **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
 }
 
-_ndarray, _is_writeable = np.ndarray, attrgetter("flags.writeable")
+_is_writeable = attrgetter("flags.writeable")
 
 
 def checked_leaves(
@@ -288,10 +288,10 @@ def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
     """Copy results into arrays of their dtypes and shapes: arrays in GPU memory all at once, on the current stream."""
     on_gpu: list[tuple[Any, Any]] = []
     for result, target in zip(results, targets):  # noqa: B905  # `strict` takes as long as a copy
-        if type(target) is not _ndarray and is_on_device(target):
+        if is_on_device(target):
             on_gpu.append((as_device_array(result, "a result in GPU memory"), target))
         elif result is not target:
-            target[...] = result if type(result) is _ndarray else host_array(result)
+            target[...] = host_array(result)
     if on_gpu:
         with on_gpu[0][0].device:
             move(*zip(*on_gpu, strict=True))

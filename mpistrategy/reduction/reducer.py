@@ -492,10 +492,11 @@ class WeightedMeans(Transfer):
         ranks = reducer.communicator
         self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
         is_small = isinstance(plan, Plan) and isinstance(plan.route, MailboxRoute)
-        exact = [np.result_type(dtype, np.float64) for dtype in self._results]
+        rows = zip(self._results, layouts, strict=True)
+        # The weight, and the arrays in the dtypes of their products with it.
         with_weight = (
             (np.dtype(np.float64), ()),
-            *((dtype, shape) for dtype, (_, shape) in zip(exact, layouts, strict=True)),
+            *((np.result_type(dtype, np.float64), shape) for dtype, (_, shape) in rows),
         )
         self._in_mailboxes = in_mailboxes(ranks, with_weight, ranks.size) if is_small else None
         if self._in_mailboxes is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import is_
 from typing import Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -185,9 +184,7 @@ class StrategyExtended(NotPickled, Settable):
         self._require_collective(where)
         if isinstance(values, Iterable):
             values = list(values)
-            kinds = {*map(type, values)}
-            are_tuples = kinds == {tuple} or all(issubclass(kind, tuple) for kind in kinds)
-            if are_tuples and {*map(len, values)} == {2}:
+            if all(issubclass(kind, tuple) for kind in {*map(type, values)}) and {*map(len, values)} == {2}:
                 values, destinations = map(list, zip(*values, strict=True))
         return self._reducer.run(where, _BatchReduceTo, reduce_op, values, options, name, destinations)  # type: ignore[no-any-return]
 
@@ -410,8 +407,7 @@ class StrategyExtended(NotPickled, Settable):
 
     def _require_collective(self, where: str) -> None:
         context.require_cross_replica(self._container_strategy, where)
-        if self._container_strategy._is_default:
-            context.warn_if_alone(self._container_strategy, where)
+        context.warn_if_alone(self._container_strategy, where)
 
 
 call_sites.calls_steps(StrategyExtended.call_for_each_replica)
@@ -486,7 +482,7 @@ class _BatchReduceTo(_ReduceTo):
     @staticmethod
     def kind_of_out(value: Any, out: Any) -> Any:
         """Return a key that tells calls with one destination apart; see `_ReduceTo.kind_of_out`."""
-        (where,) = {np.ndarray} if all(map(is_, value, out)) else {*map(_ReduceTo.kind_of_out, value, out)}
+        (where,) = {*map(_ReduceTo.kind_of_out, value, out)}
         return where
 
     def leaves_of(self, value: Any, out: Any) -> nest.Structure | None:

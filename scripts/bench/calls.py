@@ -163,7 +163,10 @@ def strategy_of(algorithm: Any = None) -> tuple[Any, Any]:
 
 
 def least_in_turns(works: Sequence[Callable[[], Any]], rounds: int, times: int = 30) -> list[float]:
-    """Return the least microseconds of one call of each work; in turns, so that other programs disturb all alike."""
+    """Return the least microseconds of one call of each work; in turns, so that other programs disturb all alike.
+
+    A turn makes many calls: the first few pay for the caches that the other work has emptied.
+    """
     best = [float("inf")] * len(works)
     for _ in range(rounds):
         for at, work in enumerate(works):
