@@ -9,14 +9,17 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes, raising
 
 import mpistrategy as ms
 from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.watchdog import watchdog
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [1, 5, 6, 7])  # before the job is there, as it is put, counted, kept
-def test_no_rank_takes_the_sum_of_another_step(line: int) -> None:
+def test_no_rank_takes_the_sum_of_another_step(line: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank is interrupted in its start, and starts again: all sums are right, or raise."""
+    for name in ("_MESSAGES_SECONDS", "_ENDS_SECONDS"):  # how soon the others hear that a rank takes no more calls
+        monkeypatch.setattr(watchdog, name, 0.5)
     strategy = OnNodes(list(RANKS), ms.MpiAllReduce(), contains_errors=True)
 
     def steps() -> None:

@@ -207,8 +207,7 @@ class Watchdog:
         if group is not None:
             self._changed.set()
             if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
-                self._thread.join(_END_SECONDS)
-            group.directory.show("")
+                self._thread.join(_END_SECONDS + FILE_SECONDS)
 
     @contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
@@ -230,7 +229,7 @@ class Watchdog:
             group.board.put("expected", until)
 
     def _run(self) -> None:
-        last = time.monotonic()
+        last, watched = time.monotonic(), list[Group]()
         while self.groups and self._thread is threading.current_thread():
             limits = [group.wait(last, last)[1] for group in list(self.groups.values())]
             tick = min(max(min(limits, default=0) / 10, _SHORTEST_TICK), _LONGEST_TICK)
@@ -239,11 +238,17 @@ class Watchdog:
             now = time.monotonic()
             if now - last > tick + _STOOD_STILL_SECONDS:
                 self._resumed = now
+            before, watched = watched, list(self.groups.values())
+            for group in before:
+                if group not in watched:
+                    group.directory.show("")  # here: another thread might do so while this one shows something
             try:
-                self._look(now, list(self.groups.values()))
+                self._look(now, watched)
             except Exception as error:  # an error in here must neither end the job nor hide a hang
                 reports.say(f"mpistrategy's watchdog has failed: {error!r}")
             last = min(time.monotonic(), now + _LOOKING_SECONDS)  # a slow file system does not stop the clock
+        for group in watched:
+            group.directory.show("")
 
     def _look(self, now: float, groups: list[Group]) -> None:
         self._show(groups)

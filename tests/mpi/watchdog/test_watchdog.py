@@ -302,6 +302,45 @@ def test_honest_work_is_no_alarm(nodes: int, launch: launching.Launch, tmp_path:
     assert not list(tmp_path.glob("mpistrategy-run-*"))
 
 
+CLOSED_IN_A_WRITE = """
+import os, threading
+import mpistrategy as ms
+from mpistrategy.mpi.watchdog import watchdog
+from mpistrategy.mpi.watchdog.run_directory import RunDirectory
+
+closed, other = ms.MirroredStrategy(), ms.MirroredStrategy()
+group = next(iter(watchdog.here.groups.values()))
+writing, going_on, write = threading.Event(), threading.Event(), RunDirectory._write
+
+
+def write_slowly(directory, name, text):
+    writing.set()
+    going_on.wait()
+    return write(directory, name, text)
+
+
+if closed.extended.communicator.rank == 0:
+    RunDirectory._write = write_slowly
+    with closed.expect_long(1000):
+        group._next_look = 0.0
+        watchdog.here._changed.set()
+        assert writing.wait(30)
+closed.close()
+going_on.set()
+other.close()
+if writing.is_set():
+    print("left" if os.path.exists(group.directory.path) else "gone")
+"""
+
+
+def test_a_strategy_closed_while_its_node_says_it_is_busy_leaves_no_folder(
+    launch: launching.Launch, tmp_path: Path
+) -> None:
+    path = launching.program(CLOSED_IN_A_WRITE, tmp_path)
+    job = launch(2, [path], env={"MPIR_CVAR_NUM_CLIQUES": "2"}, cwd=tmp_path).check()
+    assert job.stdout.split() == ["gone"], job
+
+
 ONE_CALL = """
 import sys, threading
 import numpy as np
