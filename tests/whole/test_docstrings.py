@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,13 @@ import mpistrategy as ms
 
 pytestmark = pytest.mark.one_rank
 
-#: Folders that need a library of the same name; `scripts/test --frameworks` has both.
-ABSENT = tuple(f"mpistrategy.{name}" for name in ("jax", "torch") if importlib.util.find_spec(name) is None)
-MODULES = [
-    "mpistrategy",
-    *(
-        module.name
-        for module in pkgutil.walk_packages(ms.__path__, "mpistrategy.")
-        if not f"{module.name}.".startswith(tuple(f"{name}." for name in ABSENT))
-    ),
+#: The files with examples.  Torch and JAX have theirs in folders of their names; `scripts/test --frameworks` has both.
+PACKAGE = Path(ms.__file__).parent
+ABSENT = [PACKAGE / name for name in ("jax", "torch") if importlib.util.find_spec(name) is None]
+FILES = [
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if not set(ABSENT) & set(path.parents) and ">>> " in path.read_text(encoding="utf-8")
 ]
 
 
@@ -38,19 +35,15 @@ class Finder(doctest.DocTestFinder):
         return here or bool(super()._from_module(module, found))  # type: ignore[misc]
 
 
-EXAMPLES = [
-    pytest.param(example, id=example.name)
-    for name in MODULES
-    for example in Finder(exclude_empty=True).find(importlib.import_module(name))
-    if example.examples
-]
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_prints_what_it_shows(example: doctest.DocTest) -> None:
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_examples_print_what_they_show(path: Path) -> None:
+    parts = [part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"]
+    module = importlib.import_module(".".join([ms.__name__, *parts]))
+    examples = [each for each in Finder(exclude_empty=True).find(module) if each.examples]
+    assert examples
     report: list[str] = []
-    result = doctest.DocTestRunner().run(example, out=report.append, clear_globs=False)
-    assert result.failed == 0, "".join(report)
+    results = [doctest.DocTestRunner().run(each, out=report.append, clear_globs=False) for each in examples]
+    assert not any(result.failed for result in results), "".join(report)
 
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "scripts" / "notebooks").glob("*.ipynb"))

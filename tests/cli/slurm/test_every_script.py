@@ -33,19 +33,21 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-ALL = {
-    f"{case.replace('/', '-')}-{template}": script(template, said)
-    for case, (some, said) in CASES.items()
-    for template in some
-}
-ALL |= {f"none-{template}": script(template, {}) for template in TEMPLATES}
-ALL |= {f"pbs-{template}": script(template, {"site": "pbs"}) for template in ON_PBS}
+def every_script() -> dict[str, str]:
+    asked = {f"{case.replace('/', '-')}-{name}": (name, said) for case, (some, said) in CASES.items() for name in some}
+    asked |= {f"none-{template}": (template, {}) for template in TEMPLATES}
+    asked |= {f"pbs-{template}": (template, {"site": "pbs"}) for template in ON_PBS}
+    return {name: script(template, said) for name, (template, said) in asked.items()}
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="not run: no shellcheck on this machine")
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     """The templates; and with MPISTRATEGY_TEST_ALL=1 what they are on each cluster."""
-    tried = {name: text for name, text in ALL.items() if replicas.ALL or name.startswith(("none-", "pbs-", "keys-"))}
+    tried = {
+        name: text
+        for name, text in every_script().items()
+        if replicas.ALL or name.startswith(("none-", "pbs-", "keys-"))
+    }
     for name, text in tried.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(["shellcheck", *tried], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -54,12 +56,12 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
 
 @replicas.long_lane
 def test_slurm_takes_every_script(bed: SlurmBed) -> None:
-    refused = {}
-    for name, text in ALL.items():
+    scripts, refused = every_script(), {}
+    for name, text in scripts.items():
         # Partitions are those of a cluster.
         asked = "".join(line for line in text.splitlines(keepends=True) if "--partition=" not in line)
         done = bed.run("sbatch", "--test-only", input=asked)
         if "#SBATCH" in text and (done.returncode or "to start at" not in done.stderr):
             refused[name] = done.stderr
     assert refused == {}
-    assert len(ALL) > 90
+    assert len(scripts) > 90
