@@ -82,7 +82,7 @@ class Sum(_Metric):
         Raises:
             LeafError: for a value that is not an array of real numbers.
         """
-        _add(self._variables[0], float(np.sum(_real(value, "Sum.update_state"))))
+        _add(self._variables[0], float(_real(value, "Sum.update_state").sum()))
 
     def result(self, *, name: str | None = None) -> float:
         """Return the sum over all replicas.  Collective in cross-replica context.
@@ -117,12 +117,11 @@ class Mean(_Metric):
             LeafError: for a value that is not an array of real numbers.
             ShapeError: for a weight of another shape; nothing has been added then.
         """
-        total, count = self._variables
         where = f"{type(self).__name__}.update_state"
         value, weights = _real(value, where), _real(weight, where)
-        weights = np.broadcast_to(weights_of_rows(weights, value.shape, where, "weight"), value.shape)
-        _add(total, float(np.sum(value * weights)))
-        _add(count, float(np.sum(weights)))
+        weights = weights_of_rows(weights, value.shape, where, "weight")
+        _add(self._variables[0], float((value * weights).sum()))
+        _add(self._variables[1], float(weights.sum()) * (value.size // max(weights.size, 1)))  # elements a weight
 
     def result(self, *, name: str | None = None) -> float:
         """Return the weighted mean over all replicas; NaN when nothing was added.  Collective.

@@ -110,8 +110,9 @@ run_ranks() {
             export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
             export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
             # mpiexec keeps files by its pid; one that was killed leaves them, and the next with that pid does not start.
-            files=$(mktemp -d)
-            export PRTE_MCA_prte_tmpdir_base=$files
+            # Files of shared memory have 16 bits of the job in their names: two jobs may meet in one.
+            files=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)
+            export PRTE_MCA_prte_tmpdir_base=$files OMPI_MCA_btl_sm_backing_directory=$files
             ;;
         impi) export I_MPI_PIN=0 ;;
     esac

@@ -47,6 +47,9 @@ PATIENCE = 3
 # Where Open MPI's mpiexec keeps its files, by its pid. One that is killed leaves them, and a later one with that pid
 # does not start ("The PMIx server's listener thread failed to start"): each job has its own, removed after it.
 OPEN_MPI_FOLDER = "PRTE_MCA_prte_tmpdir_base"
+# Where its ranks keep the memory they share. By default the names there have 16 bits of the job: one in some thousand
+# jobs meets another that runs, and both crash in MPI.
+OPEN_MPI_MEMORY = "OMPI_MCA_btl_sm_backing_directory"
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,15 @@ def launch(
     mark = uuid.uuid4().hex
     started = time.monotonic()
     with (
-        tempfile.TemporaryDirectory(prefix="mpiexec-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(
+            prefix="mpiexec-", dir="/dev/shm" if IS_OPEN_MPI else None, ignore_cleanup_errors=True
+        ) as folder,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**environment(), OPEN_MPI_FOLDER: folder, **(env or {}), JOB_MARK: mark},
+            env={**environment(), OPEN_MPI_FOLDER: folder, OPEN_MPI_MEMORY: folder, **(env or {}), JOB_MARK: mark},
             cwd=cwd,
             text=True,
             errors="replace",

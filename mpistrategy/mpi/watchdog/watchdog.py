@@ -203,8 +203,7 @@ class Watchdog:
 
     def remove(self, guard: Guard) -> None:
         """Stop watching the communicator of `guard`; the thread ends after the last one."""
-        group = self.groups.pop(guard, None)
-        if group is not None:
+        if self.groups.pop(guard, None) is not None:
             self._changed.set()
             if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
                 self._thread.join(_END_SECONDS + FILE_SECONDS)
@@ -229,7 +228,7 @@ class Watchdog:
             group.board.put("expected", until)
 
     def _run(self) -> None:
-        last, watched = time.monotonic(), list[Group]()
+        last, directories = time.monotonic(), set[RunDirectory]()
         while self.groups and self._thread is threading.current_thread():
             limits = [group.wait(last, last)[1] for group in list(self.groups.values())]
             tick = min(max(min(limits, default=0) / 10, _SHORTEST_TICK), _LONGEST_TICK)
@@ -238,17 +237,18 @@ class Watchdog:
             now = time.monotonic()
             if now - last > tick + _STOOD_STILL_SECONDS:
                 self._resumed = now
-            before, watched = watched, list(self.groups.values())
-            for group in before:
-                if group not in watched:
-                    group.directory.show("")  # here: another thread might do so while this one shows something
+            groups = list(self.groups.values())
+            before, directories = directories, {group.directory for group in groups}
+            for directory in before - directories:
+                directory.show("")  # here: another thread might do so while this one shows something
             try:
-                self._look(now, watched)
+                self._look(now, groups)
             except Exception as error:  # an error in here must neither end the job nor hide a hang
                 reports.say(f"mpistrategy's watchdog has failed: {error!r}")
+            groups.clear()  # keeps no memory of a strategy that is closed meanwhile
             last = min(time.monotonic(), now + _LOOKING_SECONDS)  # a slow file system does not stop the clock
-        for group in watched:
-            group.directory.show("")
+        for directory in directories:
+            directory.show("")
 
     def _look(self, now: float, groups: list[Group]) -> None:
         self._show(groups)
