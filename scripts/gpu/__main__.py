@@ -39,7 +39,7 @@ PATHS = ("nccl", "mpi", "staged")
 PYTEST = ("-m", "pytest", "--with-mpi", "-q", "-s", "--color=no", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
 #: Makes the virtual environment of --on-cpu, and runs this again in it.
 ON_CPU = """
-source "$1/scripts/environment.sh"; choose_mpi openmpi; VENV=$ROOT/.venv-cupy; prepare train test on-cpu
+source "$1/scripts/environment.sh"; choose_mpi mpich; VENV=$ROOT/.venv-cupy; prepare train test on-cpu
 exec "$VENV/bin/python" "${@:2}"
 """
 
