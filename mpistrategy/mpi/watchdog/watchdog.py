@@ -202,7 +202,7 @@ class Watchdog:
             self._thread.start()
 
     def remove(self, guard: Guard) -> None:
-        """Stop watching the communicator of `guard`; the thread ends after the last one."""
+        """Stop watching the communicator of `guard`; the thread takes back what it showed, and ends after the last."""
         if self.groups.pop(guard, None) is not None:
             self._changed.set()
             if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
