@@ -158,6 +158,8 @@ def environment() -> dict[str, str]:
         "OMPI_MCA_mpi_yield_when_idle": "1",
         # libfabric looks for networks, which takes a second in MPI_Init on some machines; on one node none is used
         "OMPI_MCA_btl": "^ofi",
+        # UCX patches functions of the C library, for networks: 40 ms for each rank
+        "UCX_MEM_EVENTS": "no",
         "I_MPI_PIN": "0",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
