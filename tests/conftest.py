@@ -43,6 +43,7 @@ PATIENCE = float(os.environ.get("MPISTRATEGY_TEST_PATIENCE", "270"))
 CUT_SHORT = ("failed", "skipped", "xfailed")
 ABORT_STATUS = 3
 os.environ.setdefault("MPISTRATEGY_PATHS", "")  # not what somebody once measured on this machine
+gc.disable()  # until the tests are collected, which would take half as long again
 
 # All ranks must draw the same examples, run the same number of them, and not judge by a clock.
 hypothesis.settings.register_profile(
@@ -228,6 +229,8 @@ def pytest_make_collect_report(
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse to start when the ranks are about to run different tests."""
+    gc.freeze()
+    gc.enable()
     ranks = session.config.stash[RANKS]
     mine = "\n".join(item.nodeid for item in session.items)
     errors = session.config.stash[COLLECT_ERRORS]

@@ -149,8 +149,11 @@ def gather_texts(text: str) -> list[str]:
 
 def bits(array: Any) -> bytes:
     """Return the bytes of an array; without the padding of an extended double, which is nobody's business."""
-    array = np.asarray(array)
-    return repr(array.tolist()).encode() if array.dtype.char in "gG" else array.tobytes()
+    array = np.asarray(array, order="C")
+    if array.dtype.char not in "gG":
+        return array.tobytes()
+    places = array.reshape(-1, 1).view(np.longdouble).view(np.uint8)
+    return places.reshape(-1, np.dtype("g").itemsize)[:, : 10 if np.finfo("g").nmant == 63 else None].tobytes()
 
 
 def same_everywhere(value: Any) -> bool:

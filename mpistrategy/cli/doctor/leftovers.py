@@ -91,13 +91,13 @@ def in_use() -> str:
             users = re.findall(r"^Uid:(.*)$", status, re.M)[0].split()
             if os.geteuid() == 0 or str(os.geteuid()) in users:
                 paths += used_by(folder)
-    return "\n".join(paths)
+    return "\n".join({*paths})
 
 
 def used_by(folder: str) -> list[str]:
     """Return what `in_use` does, of one process: of its folder in /proc."""
     try:
-        paths = [Path(folder, "maps").read_text(errors="replace")]
+        paths = re.findall("/.*", Path(folder, "maps").read_text(errors="replace"))
         links = [f"{folder}/cwd", *(f"{folder}/fd/{number}" for number in os.listdir(f"{folder}/fd"))]
     except PermissionError as error:
         title = Path(folder, "comm").read_text(errors="replace").strip()
