@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import launching
@@ -127,8 +128,11 @@ def test_a_job_keeps_its_files_until_it_is_killed(tmp_path: Path, monkeypatch: p
             assert own.isdisjoint(leftovers.leftover_paths())
         finally:
             launching._kill(job, str(tmp_path))
-    # Other tests of this machine leave something, too, and use what they have.
-    gone = sorted(own & {*leftovers.leftover_paths()})
+    # Other tests of this machine leave something, too, and use what they have. A killed process shows no environment
+    # any more while it still closes its files.
+    end, gone = time.monotonic() + 10, list[str]()
+    while not gone and time.monotonic() < end:
+        gone = sorted(own & {*leftovers.leftover_paths()})
     assert gone
     monkeypatch.setattr(leftovers, "leftover_paths", lambda: gone)
     assert leftovers.run() == 0
