@@ -47,6 +47,15 @@ TOO_WIDE = """() => [...document.querySelectorAll("body *")]
     .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && each.checkVisibility())
     .filter(each => !each.closest("pre, code, svg, .md-typeset__scrollwrap, .md-sidebar, .md-search, .md-dialog"))
     .map(each => each.tagName + " " + each.textContent.trim().slice(0, 40))"""
+#: The text of each block of commands, and what its button copies.
+COPIES = """async () => {
+    const found = []
+    for (const block of document.querySelectorAll(".language-console")) {
+        block.querySelector("button").click()
+        found.push([block.querySelector("code").innerText, await navigator.clipboard.readText()])
+    }
+    return found
+}"""
 
 broken: list[str] = []
 
@@ -145,13 +154,9 @@ def look_for_words(browser: Browser) -> None:
 
 def look_at_copies(page: Page) -> None:
     """A button copies commands, without prompts and output."""
-    for block in page.locator(".language-console").all():
-        shown = block.locator("code").inner_text().splitlines()
-        block.locator("button").first.click()
-        copied = page.evaluate("navigator.clipboard.readText()").splitlines()
-        check(
-            page, copied == [line[2:] for line in shown if line.startswith("$ ")] != [], f"of {shown} copied {copied}"
-        )
+    for shown, copied in page.evaluate(COPIES):
+        commands = [line[2:] for line in shown.splitlines() if line.startswith("$ ")]
+        check(page, copied.splitlines() == commands != [], f"of {shown!r} copied {copied!r}")
 
 
 def main() -> int:
