@@ -104,7 +104,8 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
     leaf = f"leaf {path}" if path else name
     if type(value).__module__ not in ("builtins", "numpy") and (is_on_device(value) or is_foreign(value)):
         value = host_array(value, where, path)
-    if isinstance(value, np.ma.MaskedArray):
+    # NumPy loads numpy.ma when somebody asks for it: no masked array exists before.
+    if "ma" in vars(np) and isinstance(value, np.ma.MaskedArray):
         raise LeafError.at(
             where,
             found=f"a masked array as {leaf}",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 #: Modules that are imported at their use, in calls, in errors and in alarms.
-_USED_LATER = ("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "termios")
+_USED_LATER = ("difflib", "fcntl", "hashlib", "json", "numpy.random", "termios")
 
 
 class MirroredStrategy(Strategy):

@@ -188,8 +188,8 @@ def _say_goodbye() -> None:
         except SystemExit as stop:  # of a signal's handler: this rank stops already, and the others wait for it
             if status_of(stop):
                 _abort(status_of(stop), "stopped while it waited for the other ranks")
-    reach = max((guard.size for guard in _open if not guard.is_broken), default=0)
-    if guards or (is_due and reach < _SIZE):  # some rank goes on, or cannot be told: no strategy reaches it
+    # Some rank goes on, or cannot be told: no strategy reaches it.
+    if guards or (is_due and all(guard.size < _SIZE for guard in _open if not guard.is_broken)):
         _end_with(status)
     for guard, free in list(_open.items()):
         if guard.is_broken or guard.is_in_background:  # messages may be under way
@@ -236,9 +236,10 @@ def _leave_contained() -> None:
         )
         for guard in contained:
             guard.break_off("", error)
+    end = time.monotonic() + _OTHER_NODES_SECONDS  # for all of them: one that nobody listens to takes it whole
     for guard in _open:
         if not guard.is_in_background:
-            guard.tell_of_failure(_OTHER_NODES_SECONDS)
+            guard.tell_of_failure(max(end - time.monotonic(), 0.1))
 
 
 # --------------------------------------------------------------------------------------- before a strategy is there
