@@ -154,6 +154,8 @@ def look_for_words(browser: Browser) -> None:
 
 def look_at_copies(page: Page) -> None:
     """A button copies commands, without prompts and output."""
+    for button in page.locator(".language-console button").all()[:1]:
+        button.click(trial=True)  # it can be pressed
     for shown, copied in page.evaluate(COPIES):
         commands = [line[2:] for line in shown.splitlines() if line.startswith("$ ")]
         check(page, copied.splitlines() == commands != [], f"of {shown!r} copied {copied!r}")
