@@ -98,19 +98,19 @@ def move(
     components: Sequence[Any],
     call: Call,
     destination: str = "",
-    targets: Targets = None,
-) -> list[Array]:
+) -> list[Any]:
     """Return the results of arrays, once all ranks make the same call, with this destination.
 
-    The arrays are those of this rank's `components`, whose memory may be used again after the call.
+    The arrays are those of this rank's `components`, whose memory may be used again after the call; the results are of
+    their kinds.
     """
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
         gpu.prepare(ranks, gpu_arrays, call.where)
     compared = Compared(collective.signature(call, destination), None)
-    results = compared.carry_out(call, collective, arrays, targets)
+    results = compared.carry_out(call, collective, arrays)
     ranks.guard.wait_for_gpu(event_of_reads(components))
-    return results
+    return [*map(in_kind, results, components)]
 
 
 class EachArray(General):
@@ -135,8 +135,8 @@ class EachArray(General):
         call.wait_as(self.merged_options.timeout_seconds)
         arrays = [self.checked(leaf, call.where) for leaf in leaves]
         components = [*map(contribution, leaves)]
-        results = move(self.reducer.communicator, self.collective(call, arrays, value), arrays, components, call)
-        return structure.pack([*map(in_kind, results, components)])
+        collective = self.collective(call, arrays, value)
+        return structure.pack(move(self.reducer.communicator, collective, arrays, components, call))
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of arrays and numbers on the host; None for other nests."""
@@ -222,8 +222,7 @@ def gather(ranks: Ranks, values: Sequence[Any], axis: int, call: Call, into: Tar
         into: memory for each result on the host, or None: used where that saves a copy, and if `axis` is 0.
     """
     arrays = [array_where_it_is(value, call.where) for value in values]
-    results = move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, values, call)
-    return [*map(like_given, results, values)]
+    return move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, values, call)
 
 
 class Gather(EachArray):
@@ -441,9 +440,7 @@ def broadcast(
     """
     components = [dense(value, call.where) for value in values]
     arrays = [array_where_it_is(value, call.where) for value in components]
-    targets = arrays if in_place else None
-    results = move(ranks, FromRoot(ranks, arrays, root), arrays, components, call, destination, targets)
-    return [*map(like_given, results, components)]
+    return move(ranks, FromRoot(ranks, arrays, root, in_place=in_place), arrays, components, call, destination)
 
 
 class FromRoot(Collective):
@@ -456,6 +453,7 @@ class FromRoot(Collective):
         arrays: this rank's arrays, or arrays like them.
         root: the rank that sends its arrays.
         structure: returns the structure of their nest, for ranks that ask for it.
+        in_place: whether contiguous arrays on the host may themselves be the results.
 
     Attributes:
         structure: the argument.
@@ -464,8 +462,16 @@ class FromRoot(Collective):
     verb = "broadcast"
     sparingly = False
 
-    def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int, structure: Callable[[], str] = str) -> None:
-        self._ranks, self._root = ranks, root
+    def __init__(
+        self,
+        ranks: Ranks,
+        arrays: Sequence[Any],
+        root: int,
+        structure: Callable[[], str] = str,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        self._ranks, self._root, self._in_place = ranks, root, in_place
         self.structure: Callable[[], str] = structure
         self.op: str = f"from rank {root}"
         self.layouts: tuple[Layout, ...] = layouts_of(arrays)
@@ -474,20 +480,16 @@ class FromRoot(Collective):
         self._in_mailboxes = in_mailboxes(ranks, self.layouts, 2) if on_host else None
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
-        """Copy the arrays, before the ranks agree on the call; return memory for the results.
-
-        If the arrays are their `targets`, contiguous arrays are sent themselves.
-        """
+        """Copy the arrays, before the ranks agree on the call; return memory for the results."""
         if self._in_mailboxes is not None:
             if self._ranks.rank == self._root:
                 self._in_mailboxes.put(arrays)
             return None
-        in_place = targets is not None
         return [
             gpu.copy_in_memory(a)
             if is_on_device(a)
             else a
-            if in_place and a.flags.c_contiguous
+            if self._in_place and a.flags.c_contiguous
             else np.array(a, order="C")
             for a in arrays
         ]

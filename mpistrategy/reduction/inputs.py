@@ -198,7 +198,8 @@ def leaves_like(out: Any, structure: nest.Structure, where: str) -> list[Any] | 
     return leaves
 
 
-def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
+def checked_target(target: Any, value: Any, op: ReduceOp, where: str) -> Any:
+    """Return an array for the result of a value; ShapeError for another shape or dtype than the result's."""
     if is_on_device(target) or is_on_device(value):
         check_places([value, target], where)
     dtype = mean_dtype(value.dtype) if op is ReduceOp.MEAN else value.dtype
@@ -208,6 +209,7 @@ def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
             found=f"{dtype_name(target.dtype)}{list(target.shape)}",
             expected=f"{dtype_name(dtype)}{list(value.shape)}, as the result",
         )
+    return target
 
 
 def in_kind(result: Any, like: Any) -> Any:

@@ -25,8 +25,8 @@ from mpistrategy.reduction.inputs import (
     EVERY_RANK,
     Destination,
     arrays_of,
-    check_target,
     checked_leaves,
+    checked_target,
     in_kind,
     leaves_like,
     own_component,
@@ -498,7 +498,8 @@ class WeightedMeans(Transfer):
             (np.dtype(np.float64), ()),
             *((np.result_type(dtype, np.float64), shape) for dtype, (_, shape) in rows),
         )
-        self._in_mailboxes = in_mailboxes(ranks, with_weight, ranks.size) if is_small else None
+        # Four times: every rank makes all products.
+        self._in_mailboxes = in_mailboxes(ranks, with_weight, 4 * ranks.size) if is_small else None
         if self._in_mailboxes is None:
             self._weights = ranks.once(NumbersOfRanks, partial(NumbersOfRanks, ranks, 1))
 
@@ -560,12 +561,12 @@ def checked_inputs(
     arrays = checked_leaves(components, paths, where, dense, op)
     if targets is None:
         return components, arrays, None
-    memory: list[Any] = []
     if len({id(target) for target in targets}) < len(targets):
         raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
-    for target, array, path in zip(targets, arrays, paths(), strict=True):
-        memory.append(as_target(target, where, f"out{path}"))
-        check_target(memory[-1], array, op, f"{where}: out{path}")
+    memory = [
+        checked_target(as_target(target, where, f"out{path}"), array, op, f"{where}: out{path}")
+        for target, array, path in zip(targets, arrays, paths(), strict=True)
+    ]
     return components, arrays, memory
 
 

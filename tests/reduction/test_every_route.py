@@ -50,6 +50,7 @@ from mpistrategy.mpi.over_mpi import ranks as communicator
 from mpistrategy.mpi.shared_memory import node_sum
 from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.mpi.tuning.thresholds import Thresholds, trying
+from mpistrategy.reduction import transfer
 
 pytestmark = pytest.mark.mpi
 
@@ -231,6 +232,7 @@ def strategies() -> Iterator[Strategies]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
         patched.setattr(node_sum, "_CACHE_BYTES", CHUNK)
         patched.setattr(node_sum, "_LEAST_PIECE_BYTES", 256)
+        patched.setattr(transfer, "_LEAST_DIRECT", 1)
 
         def make(name: str) -> ms.Strategy:
             if name not in made:

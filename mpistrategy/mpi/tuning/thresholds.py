@@ -45,7 +45,7 @@ class Thresholds:
         source: where the thresholds come from, in words.
     """
 
-    cell_bytes: int = 32 * 2**10
+    cell_bytes: int = 256 * 2**10
     window_bytes: int = 8 * 2**10
     chunk_bytes: int = 512 * 2**10
     pack_bytes: int = 64 * 2**10

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.mpi
 VALUES: dict[str, Any] = {
     "one number": 1.0,
     "an array in a mailbox": np.ones(3),
-    "an array in the window": np.ones(30_000),
+    "an array in the window": np.ones(50_000),
     "several numbers": {"a": 1.0, "b": 2.0},
     "a list": [np.ones(5000), np.ones(7)],
     "an int": np.int32(3),

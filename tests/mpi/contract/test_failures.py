@@ -266,8 +266,8 @@ def local(frame, what, _):
 
 
 with ms.MirroredStrategy(on_error="raise") as strategy:
-    variable = ms.Variable(np.zeros(30_000), aggregation="SUM")
-    ones = np.ones(30_000)
+    variable = ms.Variable(np.zeros(50_000), aggregation="SUM")
+    ones = np.ones(50_000)
     call = {
         "all_gather": lambda: strategy.run(lambda: ms.get_replica_context().all_gather(ones, 0)),
         "assign": lambda: strategy.run(lambda: variable.assign(ones)),
