@@ -35,7 +35,7 @@ _LARGEST_CHUNK_BYTES = 2**20
 _CACHE_BYTES = 512 * 2**10
 _LEAST_PIECE_BYTES = 16 * 2**10
 #: Smaller results are new memory each time.
-LEAST_BYTES = 2 * 2**20
+LEAST_BYTES = 2**20
 #: How large each rank's blocks may be together, and how many of a size there may be.
 _MOST_BYTES = 2**30
 _MOST_BLOCKS = 16
