@@ -126,7 +126,8 @@ class Pack:
             return
         copies_numbers = self.size > FEW_ELEMENTS
         for m in members:
-            array = buffer[m.start : m.stop].reshape(m.shape)
+            # To ask is quicker than to reshape.
+            array = buffer[m.start : m.stop] if len(m.shape) == 1 else buffer[m.start : m.stop].reshape(m.shape)
             results[m.index] = array.copy() if copies_numbers and m.stop - m.start == 1 else array
 
 

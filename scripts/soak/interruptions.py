@@ -24,7 +24,7 @@ import mpistrategy as ms
 WORLD = MPI.COMM_WORLD
 EVERY, LONGEST_SECONDS = 10, 20.0
 POWERS = -5.0, -2.7  # of ten: of the seconds before a signal
-KINDS, SIZES = ("all_reduce", "reduce", "assign", "arena"), (1, 3, 40, 5000, 100_000)
+KINDS, SIZES = ("all_reduce", "reduce", "assign", "arena"), (1, 3, 40, 5000, 20_000, 100_000, 200_000)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
