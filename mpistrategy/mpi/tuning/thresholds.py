@@ -59,7 +59,7 @@ class Thresholds:
 
 DEFAULT = Thresholds()
 #: Where the shipped thresholds differ, by the beginning of the library's name. Intel's own Allreduce is faster up
-#: to there (2 ranks, times raw: 64 KiB 2.4, else 4.7; 512 KiB 1.3, else 1.4; with far cores and `out=` 1.1, else 5).
+#: to there (2 ranks, times raw: 512 KiB 1.3, else 1.4; with far cores and `out=` 1.1, else 5).
 #: Open MPI's own Allreduce is faster up to there on several nodes.
 _OF_LIBRARIES = {
     "Intel": replace(DEFAULT, window_bytes=3 * 2**19),
