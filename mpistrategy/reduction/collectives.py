@@ -178,7 +178,12 @@ class Gathering(Collective):
         self._own_lengths = np.array(self._lengths, np.int64)
         self.sparingly: bool = not any(map(is_on_device, arrays))
         header = layouts_of([self._own_lengths])
-        self._in_mailboxes = in_mailboxes(ranks, header + self.layouts, ranks.size) if self.sparingly else None
+        # The ranks' lengths differ: a rank whose arrays do not fit shows its lengths where the others look for them.
+        self._in_mailboxes = (
+            in_mailboxes(ranks, header + self.layouts, ranks.size) or in_mailboxes(ranks, header, ranks.size)
+            if self.sparingly
+            else None
+        )
         if self._in_mailboxes is None:
             self._numbers = NumbersOfRanks(ranks, len(arrays))
 
@@ -196,7 +201,7 @@ class Gathering(Collective):
         else:
             arrays_of_ranks = self._in_mailboxes.arrays_of_ranks()
             lengths = np.array([own_arrays[0] for own_arrays in arrays_of_ranks])
-            if lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
+            if len(arrays_of_ranks[0]) > 1 and lengths.tolist() == [self._lengths] * len(arrays_of_ranks):
                 return [*map(np.concatenate, [*zip(*arrays_of_ranks, strict=True)][1:], self._axes)]
         blocks = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._ranks, list(zip(blocks, lengths.T.tolist(), strict=True)), self._into)

@@ -86,6 +86,18 @@ def test_gather_of_a_nest_with_variables_keeps_its_structure(strategy: ms.Strate
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("few", [0, 100, 10_000])
+@pytest.mark.parametrize("first", [0, 1])
+def test_parts_that_fit_a_mailbox_and_parts_that_do_not(strategy: ms.Strategy, few: int, first: int) -> None:
+    lengths = [(few, 40_000)[(rank + first) % 2] for rank in RANKS]
+    mine = np.full((lengths[RANK], 1), float(RANK))
+    right = np.repeat(np.arange(float(SIZE)), lengths)
+    np.testing.assert_array_equal(all_gather(strategy, mine, 0)[:, 0], right)
+    slices = ms.IndexedSlices(mine, np.arange(lengths[RANK]), (40_000, 1))
+    np.testing.assert_array_equal(strategy.reduce("SUM", slices).values[:, 0], right)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("size", [1, 100_000])
 def test_ranks_with_a_plan_meet_those_without(strategy: ms.Strategy, size: int) -> None:
     mine = np.full(size * SIZE, RANK + 1.0)

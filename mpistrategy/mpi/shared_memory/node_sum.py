@@ -192,7 +192,8 @@ class NodeResults:
             self._blocks[nbytes], self._free[nbytes] = [], []
         elif len(blocks) < _MOST_BLOCKS and nbytes <= self._room:
             memory = self._share(nbytes)
-            self._room = self._room - nbytes if memory.is_shared else 0
+            # Each block keeps a file open, and a process may often open 1024: 256 blocks at most.
+            self._room = self._room - max(nbytes, _MOST_BYTES // 256) if memory.is_shared else 0
             if memory.is_shared:
                 self._free[nbytes].append(len(blocks))
                 blocks.append(memory.segments)
