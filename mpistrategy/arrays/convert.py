@@ -191,7 +191,9 @@ def as_target(target: Any, where: str, name: str) -> Any:
     array: Any = None
     if isinstance(target, np.ndarray):
         array = target if target.flags.writeable else None
-    elif library_of(target) == "torch" or (is_on_device(target) and library_of(target) != "jax"):
+    elif (library_of(target) == "torch" and not (target.is_conj() or target.is_neg())) or (
+        is_on_device(target) and library_of(target) not in ("jax", "torch")  # a lazy conjugate of torch needs a copy
+    ):
         array = array_where_it_is(target, where, name)
     # Elements that share memory, as after ``broadcast_to``; NumPy makes such arrays read-only.
     is_repeated = (
@@ -201,7 +203,7 @@ def as_target(target: Any, where: str, name: str) -> Any:
     )
     if array is None or is_repeated:
         found = f"{name} = {type(target).__name__}"
-        raise ShapeError.at(where, found=found, expected="a writeable ndarray, or array in GPU memory")
+        raise ShapeError.at(where, found=found, expected="a writeable ndarray, or another array that is no lazy conjugate")
     return array
 
 

@@ -239,7 +239,7 @@ def _exchanged(
 ) -> tuple[Any, list[int]]:
     communicator = context.strategy.extended.communicator
     with Call(communicator.guard, "mpistrategy.torch.all_to_all", called=name) as call:
-        source = tensor.detach()
+        source = torch.as_tensor(tensor).detach()
         rows = t.lengths(source, () if splits is None else splits, communicator.size, call.where)
         call.structure = f"rows of {source.dtype}{list(source.shape[1:])}"
         width = source.shape[1:].numel() * source.element_size()
@@ -307,7 +307,7 @@ def _received(value: Any, root: int, strategy: Strategy, name: str | None) -> An
     communicator = strategy.extended.communicator
     with Call(communicator.guard, _BROADCAST, called=name) as call:
         is_source = strategy.rank == checked_root(root, strategy.size, call.where)
-        leaves, structure = pytree.tree_flatten_with_path(() if value is None else value)
+        leaves, structure = pytree.tree_flatten_with_path(() if value is None and not is_source else value)
         own_leaves = {pytree.keystr(path): leaf for path, leaf in leaves}
         descriptions = {path: _description(leaf, path or "the top") for path, leaf in own_leaves.items()}
         text = json.dumps([_in_text(structure), descriptions]) if is_source else ""

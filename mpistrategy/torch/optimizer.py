@@ -178,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         Args:
             closure: computes the loss and its gradients; it is called with this rank's gradients, which are combined
-                after each call, and the loss is the mean over the ranks.
+                after each call, and so is the loss.
 
         Returns:
             What the optimizer returns.
@@ -188,11 +188,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             loss = closure()
             self._combine_all()
             with torch.no_grad():
-                return all_reduce(loss, strategy=self._strategy, name="a closure's loss")
+                return all_reduce(loss, self._op, strategy=self._strategy, name="a closure's loss")
 
         if closure is None and self._synchronizes and not self._is_synchronized:
             self._combine_all()
-        result = self.optimizer.step(*([synchronized_closure] if closure else []))
+        result = self.optimizer.step(*([synchronized_closure if self._synchronizes else closure] if closure else []))
         self._set_combined(False)
         return result
 

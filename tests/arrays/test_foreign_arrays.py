@@ -35,6 +35,11 @@ class Tensor:
     def detach(self) -> Tensor:
         return Tensor(self.array, conj=self._conj)
 
+    def is_conj(self) -> bool:
+        return self._conj
+
+    is_neg = is_conj
+
     def resolve_conj(self) -> Tensor:
         return Tensor(self.array.conj()) if self._conj else self
 

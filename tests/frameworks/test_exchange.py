@@ -32,6 +32,9 @@ def test_read_only_is_said(strategy: ms.Strategy) -> None:
         assert not array.flags.writeable
     with pytest.raises(BufferError):
         variable.__dlpack__()  # the protocol's first version cannot say it
+    lazy = torch.ones(2, dtype=torch.complex64).conj()  # the result would go into a copy
+    with strategy.scope(), pytest.raises(ms.errors.ShapeError, match="lazy"):
+        strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", lazy, out=lazy))
 
 
 @shares

@@ -207,6 +207,10 @@ def test_closures(strategy: ms.Strategy) -> None:
         torch.testing.assert_close(mine, one, rtol=1e-6, atol=1e-9)
     optimizer = mst.DistributedOptimizer(make(network().parameters()), strategy=strategy)
     assert optimizer.step(lambda: 2.0 * RANK) == SIZE - 1
+    optimizer = mst.DistributedOptimizer(make(network().parameters()), aggregation="SUM", strategy=strategy)
+    assert optimizer.step(lambda: 2.0 * RANK) == SIZE * (SIZE - 1), "as the gradients"
+    with optimizer.skip_synchronize():
+        assert optimizer.step(lambda: 2.0 * RANK) == 2.0 * RANK
 
 
 def test_half_the_bytes_between_nodes(strategy: ms.Strategy) -> None:

@@ -45,7 +45,7 @@ class Site(NamedTuple):
 #: The code of the function of this package that calls step functions: its callers do not count.
 _step_caller: CodeType | None = None
 #: The folders whose frames are no call sites of the program.
-_passed_over: list[str] = [_FOLDER]
+_passed_over: list[str] = [_FOLDER, warnings.__file__]
 
 
 #: Whether the files of the frames seen so far belong to this package.
@@ -53,8 +53,10 @@ _own_files: dict[str, bool] = {}
 
 
 def _is_own(file: str) -> bool:
-    """Return whether a file belongs to this package."""
-    is_own = _own_files[file] = file.startswith(tuple(_passed_over)) and not file.startswith(_PROGRAMS)
+    """Return whether a file belongs to this package, or to the decorators of functions that are deprecated."""
+    is_own = _own_files[file] = (
+        file.startswith(tuple(_passed_over)) or file.endswith("typing_extensions.py")
+    ) and not file.startswith(_PROGRAMS)
     return is_own
 
 
