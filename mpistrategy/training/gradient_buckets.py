@@ -61,14 +61,14 @@ class GradientBuckets:
     values: Fixed[Sequence[Array]] = Fixed()
 
     def __init__(self, gradients: GradientArena, op: ReduceOp, bytes_per_bucket: int) -> None:
-        self._strategy = gradients.arena.strategy
+        self._arena = gradients.arena
         self.values = gradients.arena.values
         self.variables: tuple[Variable, ...] = gradients.variables
         self.op: ReduceOp = op
         #: The parts, in the order in which they are reduced.
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
         self._index = gradients.numbers
-        extended = self._strategy.extended
+        extended = self._arena.strategy.extended
         extended._bucket_orders[tuple(members for members, _ in self._buckets)] = None
         communicator = extended._reducer.communicator
         self.starts_early: bool = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
@@ -100,7 +100,7 @@ class GradientBuckets:
                 where, found=f"{which!r}", expected=f"one of the {len(self.variables)} variables of these buckets"
             )
         context: ReplicaContext | None = get_replica_context()
-        if context is None or context.strategy is not self._strategy:
+        if context is None or context.strategy is not self._arena.strategy:
             raise ContextError.at(
                 where, found="a call elsewhere", expected="a call in a step function of the variables' strategy"
             )
@@ -137,6 +137,7 @@ class GradientBuckets:
                 expected=f"the optimizer's aggregation, {op.name}",
                 fix="Make the buckets with this optimizer's gradient_buckets().",
             )
+        self._arena._check(self._arena.strategy.extended._reducer, call.where)
         call.agree("reduce gradient buckets", op=op.value)
         context = required_context(call.where)
         while len(self._handles) < len(self._buckets):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from mpistrategy.arrays.convert import any_array, host_array, placed_as
+from mpistrategy.arrays.convert import array_where_it_is, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
 from mpistrategy.context import cross_replica
@@ -132,7 +132,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         self._plans: dict[tuple[int, ...], StepPlan] = {}
         self._arenas: dict[tuple[int, ...], GradientArena] = {}
         self._calls, self.latest_path = 0, ""
-        annotated = {name for base in type(self).__mro__ for name in vars(base).get("__annotations__", ())}
+        annotated = {name for base in type(self).__mro__ for name in getattr(base, "__annotations__", ())}
         #: The settings that ranks compare, in order; other attributes are the program's own.
         self._declared: tuple[str, ...] = tuple(sorted(name for name in annotated if not name.startswith("_")))
         #: The latest settings that `_settings` has put into words, and the words.
@@ -155,9 +155,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             OptionError: for an element that is not a variable.
         """
         where, strategy, listed = f"{type(self).__name__}.build", get_strategy(), list(variables)
-        for var in listed:
-            check_variable(var, strategy, where)
         with Call(strategy.extended.communicator.guard, where, called=name):
+            for var in listed:
+                check_variable(var, strategy, where)
             self._step_counter()
             self._make_slots(listed)
 
@@ -222,21 +222,21 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         Raises:
             OptionError, OptionTypeError: for a number of bytes that is not a positive int; else as `gradient_arena`.
         """
-        checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
-        gradients = self._gradients_of(variables, "gradient_buckets", name, f"{bytes_per_bucket=}")
+        gradients = self._gradients_of(variables, "gradient_buckets", name, bytes_per_bucket)
         return GradientBuckets(gradients, self.aggregation, bytes_per_bucket)
 
     def _gradients_of(
-        self, variables: Iterable[Variable], method: str, name: str | None, options: str = ""
+        self, variables: Iterable[Variable], method: str, name: str | None, bytes_per_bucket: int = 1
     ) -> GradientArena:
         where = f"{type(self).__name__}.{method}"
         listed: tuple[Any, ...] = tuple(variables)
         strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
         with Call(strategy.extended.communicator.guard, where, called=name) as call:
+            checked_count(where, "bytes_per_bucket", bytes_per_bucket)
             for var in listed:
                 check_variable(var, strategy, where)
             call.structure = ", ".join(var._key for var in listed)
-            call.agree("place gradients", op=self.aggregation.value, options=options)
+            call.agree("place gradients", op=self.aggregation.value, options=f"{bytes_per_bucket=}")
             return arena_of(self._arenas, strategy, listed)
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
@@ -298,7 +298,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         old_settings, words = self._latest_words
         if not (old_settings and all(map(is_, old_settings, settings))):
             numbers = {
-                n: value for n, value in zip(self._declared, settings, strict=False) if isinstance(value, (int, float))
+                name: value
+                for name, value in zip(self._declared, settings, strict=False)
+                if isinstance(value, (int, float, np.number))
             }
             self._latest_words = settings, (words := f"{numbers}, nonfinite={self.nonfinite}, {self.aggregation.name}")
         return words
@@ -424,7 +426,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             rows: the only rows to change; None for all.
         """
         before = {name: slot.local_copy() for name, slot in slots.items()} if rows is not None else {}
-        change = any_array(self.change(gradient, slots)).astype(var.dtype, copy=False)
+        change = array_where_it_is(
+            self.change(gradient, slots), f"{type(self).__name__}.change", name="what it returned"
+        ).astype(var.dtype, copy=False)
         if rows is not None:
             is_named = np.zeros(len(change), bool)
             is_named[host_array(rows)] = True
@@ -488,8 +492,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
 
     def _load(self, saved: Mapping[Any, Any]) -> None:
         self.skipped_steps = saved["skipped_steps"]
-        if self.schedule is None:
-            self.learning_rate = saved["learning_rate"]
+        self.__dict__["learning_rate"] = saved["learning_rate"]  # of the latest step, where there is a schedule
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:

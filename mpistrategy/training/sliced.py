@@ -60,7 +60,7 @@ Arenas: TypeAlias = dict[tuple[int, ...], GradientArena]
 def arena_of(arenas: Arenas, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
     """Return the arena of exactly these variables; where there is none, make one.  Collective then."""
     ids = tuple(map(id, variables))
-    if ids not in arenas:
+    if ids not in arenas or arenas[ids].arena._closed:
         numbers = {key: number for number, key in enumerate(ids)}
         arenas[ids] = GradientArena(strategy.arena(list(variables)), variables, numbers)
     return arenas[ids]
@@ -74,7 +74,7 @@ def arena_for_step(arenas: Arenas, strategy: Strategy, variables: tuple[Variable
     """
     ids = {*map(id, variables)}
     for arena in reversed(arenas.values()):
-        if ids <= arena.numbers.keys():
+        if ids <= arena.numbers.keys() and not arena.arena._closed:
             return arena
     return arena_of(arenas, strategy, variables) if len(arenas) < _MOST_ARENAS else None
 

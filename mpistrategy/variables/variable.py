@@ -605,10 +605,10 @@ def _checked_dtype(dtype: Any, is_mean: bool) -> np.dtype[Any]:
         OptionError: for a mean of a dtype that has no means.
     """
     try:
-        parsed: np.dtype[Any] = np.dtype(dtype)
+        parsed: np.dtype[Any] = given if (given := np.dtype(dtype)).isnative else np.dtype(given.type)
     except TypeError as error:
         raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
-    if parsed.hasobject or parsed.kind in "SU":
+    if issubclass(parsed.type, (np.object_, np.flexible, np.datetime64, np.timedelta64)):
         raise DTypeError.at("Variable", found=f"dtype {parsed}", expected="a numeric or bool dtype")
     if is_mean and parsed.kind != "f" and not is_bfloat16(parsed):
         raise OptionError.at(

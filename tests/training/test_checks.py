@@ -95,3 +95,22 @@ def test_a_step_outside_a_step_function_and_without_a_formula_is_refused(strateg
         OPTIMIZERS["SGD"]().apply_gradients([(FIRST, variable)])
     with pytest.raises(errors.UnsupportedError, match="change"):
         apply(strategy, Optimizer(0.1), [FIRST], [variable])
+    with pytest.raises(errors.LeafError, match=r"Forgetful\.change"):
+        apply(strategy, Forgetful(0.1), [FIRST], [variable])
+    if SIZE > 1:
+        own = Forgetful(0.1)
+        own.decay = np.float32(RANK)
+        all_raise(errors.CollectiveMismatchError, apply, strategy, own, [FIRST], [variable], words=["decay"])
+        all_raise(errors.OptionError, strategy_build, strategy, own, [variable, *[3] * (RANK == 0)])
+
+
+class Forgetful(Optimizer):
+    decay: Any = 0.0
+
+    def change(self, gradient: Any, slots: Any) -> Any:
+        """Return nothing."""
+
+
+def strategy_build(strategy: ms.Strategy, optimizer: Optimizer, variables: Any) -> None:
+    with strategy.scope():
+        optimizer.build(variables)

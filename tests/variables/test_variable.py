@@ -202,6 +202,9 @@ def test_an_array_of_another_dtype_is_refused_with_the_cure(strategy: ms.Strateg
             variable.assign(np.zeros(3, np.float32))
         with pytest.raises(errors.ShapeError):
             variable.assign(1.0)  # no broadcasting
+        assert ms.Variable([1.0], dtype=">f8").dtype.isnative, "so that arrays of the dtype can be assigned"
+        with pytest.raises(errors.DTypeError, match=r"datetime64.*a numeric or bool dtype"):
+            ms.Variable(np.zeros(1, "M8[s]"))
         with pytest.raises(errors.DTypeError, match=r"variable of dtype bool.*a numeric dtype"):
             ms.Variable([True]).assign_add([True])
         with pytest.raises(errors.DTypeError, match=r"variable of dtype complex128.*can be compared"):
