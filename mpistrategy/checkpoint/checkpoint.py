@@ -541,10 +541,10 @@ class CheckpointManager(NamesOurs, Settable):
 
     def _names(self) -> list[str]:
         """Return the names in the folder; none if there is no folder.  Raise if it is not to be trusted."""
-        if not os.path.lexists(self.directory):
-            return []
-        files.check_is_trusted(self.directory)
-        return sorted(os.listdir(self.directory))
+        with contextlib.suppress(FileNotFoundError):
+            files.check_is_trusted(self.directory)
+            return sorted(os.listdir(self.directory))
+        return []
 
     def _make_ready(self) -> None:
         """Lock the folder once, and remove incomplete checkpoints of ended jobs.  On rank 0, before a save."""
@@ -562,7 +562,7 @@ class CheckpointManager(NamesOurs, Settable):
                 expected="one writer for a folder",
                 fix="Use a folder for each job, or close() the other manager first.",
             ) from error
-        weakref.finalize(self, self._lock.close)
+        self.checkpoint.strategy.extended.communicator.guard.at_close.append(weakref.finalize(self, self._lock.close))
         if self._lock.is_held:
             files.sweep(self.directory, _UNFINISHED)
 

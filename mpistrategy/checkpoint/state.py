@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import (
+    array_where_it_is,
     as_target,
     as_tensor,
     hand_back,
@@ -211,7 +212,7 @@ class State:
             self._paths.setdefault(id(value), path)
             self._add_array(path, "variable", self._copies_of(value), value.local_view)
         elif isinstance(value, Rows):
-            self._add_array(path, ROWS, ROWS, host_array(value.value))
+            self._add_array(path, ROWS, ROWS, value.value)
         elif isinstance(value, Kept):
             self.items[path] = Item(value._kept_as)  # its place in the table
             self.kept.append((path, value))
@@ -220,7 +221,7 @@ class State:
         elif is_array(value):
             kind = "scalar" if isinstance(value, np.generic) else "array"
             kind = "tensor" if library_of(value) == "torch" else kind
-            self._add_array(path, kind, copies, host_array(value, "Checkpoint.save", path))
+            self._add_array(path, kind, copies, value)
         elif is_stateful(value):
             kind = "module" if callable(getattr(value, "named_parameters", None)) else "object"
             self._add_all(path, kind, {"state": value.state_dict()})
@@ -239,10 +240,12 @@ class State:
                 raise OptionTypeError.at(self.where, found=found, expected="strings or ints, all different")
             self._add(below, child)
 
-    def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
+    def _add_array(self, path: str, kind: str, copies: str, array: Any) -> None:
+        if not (isinstance(array, np.ndarray) or kind == "variable"):  # a variable may be on a GPU
+            array = host_array(array, self.where, path)
         shape = (0, *array.shape[1:]) if copies == ROWS else array.shape
         self.items[path] = Item(kind, copies, dtype_text(array.dtype, f"{self.where}: {path!r}"), shape)
-        self.arrays[path] = array
+        self.arrays[path] = array_where_it_is(array, self.where, path)  # refuses masked arrays
 
     def _unknown(self, path: str, value: Any) -> OptionTypeError:
         return OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)

@@ -33,7 +33,8 @@ _OUTPUT = "/proc/self/fd/2"
 _FAULTS = "Out Of Memory|Segmentation fault|Aborted|Killed|Bus error|Illegal instruction|Floating point exception"
 #: What launchers say of a rank that a signal of its own fault has ended.
 _FAULT = re.compile(
-    rf"^srun: error: .*: tasks? [^ ]*: ({_FAULTS})|signal [0-9]+ \(({_FAULTS})\)|\(({_FAULTS})\) *\(signal [0-9]+\)"
+    rf"^srun: error: .*: tasks? [^ ]*: ({_FAULTS})|(?i:signal):? [0-9]+ \(({_FAULTS})\)"
+    rf"|({_FAULTS})\)? *\(signal [0-9]+\)"
 )
 #: From this line on srun itself kills the ranks that are left.
 _SRUN_ENDS = re.compile(r"^srun: .*(Job step aborted|Terminating StepId)")

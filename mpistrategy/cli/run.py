@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import io
 import os
 import runpy
 import signal
@@ -79,7 +78,7 @@ def _show_stacks_of_crashes() -> None:
 
     Job scripts use SIGUSR1, SIGUSR2 and SIGTERM for other purposes.
     """
-    with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation):  # stderr may be no file
+    with contextlib.suppress(ValueError, OSError, RuntimeError):  # stderr may be no file, or None
         if not faulthandler.is_enabled():
             faulthandler.enable()
         if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:

@@ -699,7 +699,8 @@ class Strategy(NotPickled, NamesOurs):
     def __enter__(self) -> Self:
         """Enter the `scope`; the outermost `with` block closes the strategy at its end.
 
-        After an error it waits for nobody: this rank takes no more calls, and the other ranks raise RemoteError.
+        After an error this rank takes no more calls, and closes the strategy for itself; the other ranks raise
+        RemoteError.
         """
         self.scope().__enter__()
         self._depth += 1
@@ -710,12 +711,11 @@ class Strategy(NotPickled, NamesOurs):
     ) -> None:
         self.scope().__exit__(kind, error, trace)
         self._depth -= 1
-        if self._depth:
+        if self._depth or (self.size > 1 and isinstance(error, SystemExit)):  # the program's end tells the other ranks
             return
-        if error is None or self.size == 1:
-            self.close()
-        elif not isinstance(error, SystemExit):  # the end of the program tells the other ranks
+        if error is not None:
             self.extended.communicator.guard.break_off("its with block", error)
+        self.close()
 
     def __repr__(self) -> str:
         device = self.extended.worker_devices[0]

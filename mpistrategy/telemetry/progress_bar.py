@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
@@ -88,9 +89,8 @@ def progress(
     >>> sum(ms.telemetry.progress(range(5), title="sum"))
     10
     """
-    source: Any = iterable
-    length = len(source) if isinstance(source, Sized) else None
-    if not isinstance(source, (Iterable, type(None))):
+    length = operator.length_hint(iterable, 0) or None
+    if not isinstance(iterable, (Iterable, type(None))):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
     return Progress(iterable, length if total is None else total, title, every_seconds)
 

@@ -344,6 +344,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "a generator": (lambda: (x for x in ()), errors.OptionTypeError),
     "objects": (lambda: np.array([None]), errors.DTypeError),
     "an object": (object, errors.OptionTypeError),
+    "a masked array": (lambda: np.ma.masked_array([1.0], mask=[True]), errors.LeafError),
     "keys": (lambda: {1: np.zeros(1), "1": np.zeros(1)}, errors.OptionTypeError),
     "a key of plain values": (lambda: {1.5: 2}, errors.OptionTypeError),
     "a number of another class": (lambda: Number(1), errors.OptionTypeError),

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,17 @@ def test_bad_input(strategy: ms.MirroredStrategy, folder: Path) -> None:
     by_rank_0(strategy, lambda: folder.write_text("x"))
     all_raise(errors.CheckpointWriteError, manager.save, 1)
     all_raise(errors.CheckpointDamagedError, manager.restore)
+    below = ms.CheckpointManager(manager.checkpoint, folder / "below")
+    all_raise(errors.CheckpointDamagedError, below.restore)  # there may be checkpoints, out of reach
+
+
+def test_after_a_failure_the_folder_is_free_for_another_strategy(folder: Path) -> None:
+    managers = []
+    for step in (1, 2):
+        with suppress(ZeroDivisionError), ms.MirroredStrategy(on_error="raise") as strategy:
+            managers.append(made(strategy, folder)[1])
+            managers[-1].save(step)
+            assert 1 / (step - 1)
 
 
 def alone(folder: Path) -> ms.CheckpointManager:

@@ -311,6 +311,8 @@ def test_select_gpu_gives_each_rank_its_own(tmp_path: Path) -> None:
         ("echo failed with status 2 on rank 0 >>$file", "the program failed with status 2 on rank 0; not requeued", 1),
         (f"echo {SRUN}Out Of Memory >&2; exit 1", f"the program was ended: {SRUN}Out Of Memory; not requeued", 1),
         (f"echo {SRUN}Segmentation fault >&2; exit 143", "Segmentation fault; not requeued", 143),
+        ("echo 'EXIT STRING: Bus error (signal 7)' >&2; exit 7", "Bus error (signal 7); not requeued", 7),
+        ("echo 'KILLED BY SIGNAL: 9 (Killed)' >&2; exit 9", "SIGNAL: 9 (Killed); not requeued", 9),
         (f"echo {SRUN}Terminated >&2; exit 143", "the program stopped with status 143; back to the queue", 143),
         (
             f": >$file; echo {SRUN}Aborted >&2; exit 143",

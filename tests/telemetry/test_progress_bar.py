@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from replicas import RANK, all_raise
 
@@ -77,4 +78,6 @@ def test_an_error_in_a_loop_that_counts_by_hand_leaves_the_last_line(clock: Cloc
 
 
 def test_what_cannot_be_gone_through_is_refused() -> None:
+    endless = ms.OneDeviceStrategy("CPU:0").distribute_dataset(iter([np.ones(1)]))
+    assert [*ms.telemetry.progress(endless)] == [1.0]
     all_raise(ms.errors.OptionTypeError, lambda: ms.telemetry.progress(3))  # type: ignore[arg-type]

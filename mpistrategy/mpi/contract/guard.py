@@ -395,7 +395,7 @@ class Guard:
     def look(self) -> None:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
         if self.due is not None and self.broken is None:
-            failure, error, _ = self.due
+            (failure, error, _), self.due = self.due, None
             self.stop(failure)
             raise error
         if self._pending_error is not None and monotonic() > self._pending_error[1]:
