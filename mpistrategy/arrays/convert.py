@@ -203,7 +203,9 @@ def as_target(target: Any, where: str, name: str) -> Any:
     )
     if array is None or is_repeated:
         found = f"{name} = {type(target).__name__}"
-        raise ShapeError.at(where, found=found, expected="a writeable ndarray, or another array that is no lazy conjugate")
+        raise ShapeError.at(
+            where, found=found, expected="a writeable ndarray, or another array that is no lazy conjugate"
+        )
     return array
 
 

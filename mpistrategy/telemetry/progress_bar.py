@@ -89,10 +89,10 @@ def progress(
     >>> sum(ms.telemetry.progress(range(5), title="sum"))
     10
     """
-    length = operator.length_hint(iterable, 0) or None
     if not isinstance(iterable, (Iterable, type(None))):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    return Progress(iterable, length if total is None else total, title, every_seconds)
+    hint = operator.length_hint(iterable, 0) or None
+    return Progress(iterable, hint if total is None else total, title, every_seconds)
 
 
 def _bar(total: int | None, title: str, every_seconds: float | None) -> Any:

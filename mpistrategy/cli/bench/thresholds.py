@@ -26,15 +26,14 @@ from mpistrategy.strategy.mirrored import MirroredStrategy
 CLEARLY = 0.95
 NEVER = 2**40
 
-#: For each threshold the values in KiB that are tried, which are also the sizes on which.
-_IN_KIB = {
-    "chunk_bytes": (64, 128, 256, 512, 1024),
-    "window_bytes": (4, 16, 64, 256, 1024, 4096),
-    "cell_bytes": (2, 8, 32, 64, 128, 256),
-    "pack_bytes": (1, 4, 16, 64, 256),
-    "lanes_bytes": (64, 256, 512, 1024, 4096),
+#: For each threshold the values that are tried, which are also the sizes on which; powers of two.
+_SIZES: dict[str, list[int]] = {
+    "chunk_bytes": [2**n for n in range(16, 21)],
+    "window_bytes": [2**n for n in range(12, 23, 2)],
+    "cell_bytes": [2**n for n in (11, 13, 15, 16, 17, 18)],
+    "pack_bytes": [2**n for n in range(10, 19, 2)],
+    "lanes_bytes": [2**n for n in (16, 18, 19, 20, 22)],
 }
-_SIZES = {name: [size * 2**10 for size in sizes] for name, sizes in _IN_KIB.items()}
 _LARGE = (2**20, 2**24)
 _PACKED_ARRAYS = 50
 

@@ -12,8 +12,9 @@ anything, sizes included, meet in it, and all of them find out.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -49,11 +50,6 @@ def header_of(digest: int, size: int) -> tuple[bytes, bytes]:
     return numbers.tobytes(), (size * numbers).tobytes()
 
 
-def digest_of(sums: Iterable[Array]) -> int:
-    """Return a digest of arrays."""
-    return zlib.crc32(b"".join(array.data for array in sums))
-
-
 class MpiControlChannel(ControlChannel):
     """The guard's channel: one persistent Allreduce, and text for the reports.
 
@@ -67,6 +63,9 @@ class MpiControlChannel(ControlChannel):
     is_free = False
 
     def __init__(self, comm: MPI.Intracomm) -> None:
+        # Kept until `close`: of an exchange that this rank has left, MPI writes the results whenever they come, and be
+        # it in MPI_Finalize, after Python's end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self._comm: MPI.Intracomm = comm.Dup()
         elements = elements_for(self._comm.size, MPI.get_vendor()[0])
         self._own_values, self._totals = np.zeros(elements), np.zeros(elements)
@@ -145,7 +144,7 @@ class MpiControlChannel(ControlChannel):
         self.all_equal(0)
         for values in more:
             comm.Allreduce(MPI.IN_PLACE, values)
-        return self.all_equal(digest_of([self.sums, *more]))
+        return self.all_equal(zlib.crc32(b"".join(array.data for array in (self.sums, *more))))
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`.
@@ -163,6 +162,7 @@ class MpiControlChannel(ControlChannel):
         if self._persistent:
             self._request.Free()
         self._comm.Free()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
 
 
 class _Texts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -188,3 +189,14 @@ def test_a_rank_that_loses_its_patience_while_it_tells_of_a_failure_goes_on_when
         assert str(guard.broken) == "rank 0 failed in a call: KeyboardInterrupt"
     comm.Barrier()
     channel.close()
+
+
+def test_the_memory_of_messages_that_may_still_come_is_kept() -> None:
+    """MPI would write them into memory of others, and be it in MPI_Finalize."""
+    channel = MpiControlChannel(MPI.COMM_WORLD)
+    seen = weakref.ref(channel)
+    del channel
+    assert (kept := seen()) is not None
+    kept.close()
+    del kept
+    assert seen() is None
