@@ -193,10 +193,9 @@ def test_a_rank_that_loses_its_patience_while_it_tells_of_a_failure_goes_on_when
 
 def test_the_memory_of_messages_that_may_still_come_is_kept() -> None:
     """MPI would write them into memory of others, and be it in MPI_Finalize."""
-    channel = MpiControlChannel(MPI.COMM_WORLD)
-    seen = weakref.ref(channel)
-    del channel
-    assert (kept := seen()) is not None
+    seen = weakref.ref(MpiControlChannel(MPI.COMM_WORLD))
+    kept = seen()
+    assert kept is not None
     kept.close()
     del kept
     assert seen() is None
