@@ -123,9 +123,8 @@ def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) 
         arrays = [leaf if type(leaf) is np.ndarray else _on_host(leaf) for leaf in leaves]
     except (OverflowError, TypeError, MpiStrategyError):  # such as an int that has no such dtype
         return None
-    if layouts is None or layouts == tuple([(array.dtype, array.shape) for array in arrays]):
-        return arrays
-    return None
+    fits = layouts is None or layouts == tuple([(array.dtype, array.shape) for array in arrays])
+    return arrays if fits else None
 
 
 def _on_host(leaf: Any) -> Array:

@@ -26,7 +26,7 @@ from mpistrategy.arrays.values import is_arena
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
-from mpistrategy.mpi.contract.guard import ALWAYS, time_limit
+from mpistrategy.mpi.contract.guard import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.gpu import GpuRoute
@@ -186,15 +186,14 @@ class Compared:
 
     def __init__(self, signature: Signature, timeout_seconds: float | None) -> None:
         self._signature, self._digest = signature, digest_of(signature)
-        self._timeout = None if timeout_seconds is None else time_limit(timeout_seconds)
+        self._timeout_seconds = timeout_seconds
 
     def carry_out(
         self, call: Call, transfer: Transfer, arrays: Sequence[Array], targets: Targets = None
     ) -> list[Array]:
         """Take memory, let the ranks agree on the call, and return the results of a transfer."""
         call.structure = self._signature.structure
-        if self._timeout is not None:
-            call.timeout = self._timeout
+        call.wait_as(self._timeout_seconds)
         memory = transfer.bring(arrays, targets)
         while call.guard.compare(
             self._signature, self._digest, patiently=call.is_patient, sparingly=transfer.sparingly
@@ -226,9 +225,8 @@ class ArraysPlan(Compared):
         """Return the results on every rank; inside `call`."""
         words = call.name, call.where, call.place, call.step, call.structure
         if words != self._words:
-            name, where, place, step, structure = words
             self._signature = self._signature._replace(
-                name=name, call=where, place=place, step=step, structure=structure
+                name=call.name, call=call.where, place=call.place, step=call.step, structure=call.structure
             )
             self._words, self._digest = words, digest_of(self._signature)  # not before: a signal's handler may raise
         return self.carry_out(call, self.plan, arrays, targets)

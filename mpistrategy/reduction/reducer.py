@@ -289,8 +289,7 @@ class Reducer:
 
         `general` makes the calls that have no other plan, and defines `argument`, `value` and `out`.
         """
-        guard = self.communicator.guard
-        with Call(guard, where, name, own_frames=3) as call:  # the public method, too
+        with Call(self.communicator.guard, where, name, own_frames=3) as call:  # the public method, too
             key: Any = None
             plan: CallPlan | None = None
             if not call.structure:  # of a call around this one: other compared fields may change from call to call

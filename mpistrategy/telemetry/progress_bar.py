@@ -91,8 +91,9 @@ def progress(
     """
     if not isinstance(iterable, (Iterable, type(None))):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    hint = operator.length_hint(iterable, 0) or None
-    return Progress(iterable, hint if total is None else total, title, every_seconds)
+    return Progress(
+        iterable, (operator.length_hint(iterable, 0) or None) if total is None else total, title, every_seconds
+    )
 
 
 def _bar(total: int | None, title: str, every_seconds: float | None) -> Any:

@@ -26,6 +26,7 @@ NCCL gets the wire's dtype, "float16" or "bfloat16", and rounds each of its sums
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -265,12 +266,17 @@ class Lanes(Freed):
         """Combine this rank's part of a piece with its counterparts' parts; see `Exchange`."""
         if self.link is None or not total.size:
             yield
-        elif rounded is not None:
-            yield from next(rounded).combine(total, self.wait)
+            return
+        memory: Any = total if rounded is None else next(rounded)
+        # If this rank leaves the exchange, MPI still writes the results into this memory, whenever they come.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        if rounded is not None:
+            yield from memory.combine(total, self.wait)
         else:
             request = self.ranks.begin_allreduce_over(self.link, total, op, blocks=blocks)
             yield
             self.wait(request.Test)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
 
     def free(self) -> None:
         """Free the communicator of the counterparts, where all ranks are known to do so."""
