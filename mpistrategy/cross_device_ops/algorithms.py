@@ -144,7 +144,11 @@ class CrossDeviceOps(Algorithm):
             EmptyBatchError: when there are no pairs.
             OptionTypeError, OptionError: when `value_destination_pairs` is not a sequence of pairs.
         """
-        pairs = list(value_destination_pairs) if isinstance(value_destination_pairs, Iterable) else None
+        pairs = (
+            list(value_destination_pairs)
+            if isinstance(value_destination_pairs, Iterable) and getattr(value_destination_pairs, "shape", 0) != ()
+            else None
+        )
         communicator, call = self._call("batch_reduce", pairs, name)
         with working_on(communicator), call:
             if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

@@ -135,8 +135,9 @@ class EachArray(General):
         call.wait_as(self.merged_options.timeout_seconds)
         arrays = [self.checked(leaf, call.where) for leaf in leaves]
         components = [*map(contribution, leaves)]
-        collective = self.collective(call, arrays, value)
-        return structure.pack(move(self.reducer.communicator, collective, arrays, components, call))
+        return structure.pack(
+            move(self.reducer.communicator, self.collective(call, arrays, value), arrays, components, call)
+        )
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of arrays and numbers on the host; None for other nests."""

@@ -269,11 +269,13 @@ def checked_slices(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSl
     indices = array_where_it_is(slices.indices, where, ".indices")
     if indices.dtype.kind not in "iu":
         raise DTypeError.at(where, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices")
-    if values.ndim == 0 or indices.shape != values.shape[:1]:
+    shape: Any = (0,) if slices.dense_shape is None else slices.dense_shape
+    is_shape = np.ndim(shape) == 1 and host_array(shape).dtype.kind in "iu"
+    if values.ndim == 0 or indices.shape != values.shape[:1] or not is_shape:
         raise ShapeError.at(
             where,
-            found=f"IndexedSlices with values {values.shape} and indices {indices.shape}",
-            expected="one index for each row of values",
+            found=f"IndexedSlices with values {values.shape}, indices {indices.shape}, {slices.dense_shape=!r:.60}",
+            expected="one index for each row of values, and a dense_shape of ints or None",
         )
     return IndexedSlices(values, indices, slices.dense_shape)
 

@@ -531,8 +531,7 @@ class WeightedMeans(Transfer):
         factors, total = normalized(tuple(map(float, weights)))
         means: list[Array] = []
         for of_ranks, dtype in zip(arrays_of_ranks, self._results, strict=True):
-            rows = zip(of_ranks, factors, strict=True)
-            products = [array * factor for array, factor in rows if factor or total == 0]
+            products = [a * factor for a, factor in zip(of_ranks, factors, strict=True) if factor or total == 0]
             means.append(np.asarray(reduce(np.add, products) / total, dtype))
         return means
 

@@ -182,7 +182,7 @@ class StrategyExtended(NotPickled, Settable):
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         where, values, destinations = "StrategyExtended.batch_reduce_to", value_destination_pairs, None
         self._require_collective(where)
-        if isinstance(values, Iterable):
+        if isinstance(values, Iterable) and getattr(values, "shape", None) != ():
             values = list(values)
             if all(issubclass(kind, tuple) for kind in {*map(type, values)}) and {*map(len, values)} == {2}:
                 values, destinations = map(list, zip(*values, strict=True))

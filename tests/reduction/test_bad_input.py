@@ -94,6 +94,7 @@ REDUCTIONS: list[tuple[str, str, Call, Any]] = [
             ("a set", {1}, ValueError),
             ("a class that raises", Unhelpful(), ZeroDivisionError),
             ("slices without rows", ms.IndexedSlices(np.ones((2, 2)), np.array([0])), ValueError),
+            ("slices of no shape", ms.IndexedSlices(np.ones((1, 2)), np.array([0]), 5), ValueError),
             ("slices with float indices", ms.IndexedSlices(np.ones((2, 2)), np.zeros(2)), (TypeError, ValueError)),
         ]
         for name, make in {
@@ -173,6 +174,7 @@ REDUCTIONS: list[tuple[str, str, Call, Any]] = [
     ("gather", "slices", lambda s, v: s.gather(SLICES, 0), NotImplementedError),
     ("batch_reduce_to", "no pairs", lambda s, v: s.extended.batch_reduce_to("SUM", []), ValueError),
     ("batch_reduce_to", "no sequence", lambda s, v: s.extended.batch_reduce_to("SUM", 3), TypeError),
+    ("batch_reduce_to", "a number", lambda s, v: s.extended.batch_reduce_to("SUM", np.array(3)), TypeError),
     ("batch_reduce_to", "no pair", lambda s, v: s.extended.batch_reduce_to("SUM", [ONES]), ValueError),
     ("batch_reduce_to", "a triple", lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v, v)]), ValueError),
     ("broadcast_to", "objects", lambda s, v: s.extended.broadcast_to(OBJECTS, v), ValueError),
