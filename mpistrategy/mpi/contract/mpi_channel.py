@@ -12,10 +12,9 @@ anything, sizes included, meet in it, and all of them find out.
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from mpistrategy.objects.text import decoded, encoded
 _DIGITS = 4
 _HEADER = _DIGITS + 1
 _BITS = 16
-_REMEMBERED = 4096
 #: The sizes of the trial sums: a few elements, and enough for every MPI's algorithm for large messages.
 _TRIED = (5, 2**15)
 
@@ -42,7 +40,13 @@ def elements_for(size: int, library: str) -> int:
     return 31 if library == "Open MPI" else max(_HEADER + 2, min(31, (1 << (size.bit_length() - 1)) - 1))
 
 
-@lru_cache(_REMEMBERED)
+@cache
+def _kept() -> int:
+    """Return the attribute of communicators that keeps what MPI may still write into; MPI has been initialized."""
+    return MPI.Comm.Create_keyval()
+
+
+@lru_cache(4096)
 def header_of(digest: int, size: int) -> tuple[bytes, bytes]:
     """Return the five numbers of a digest, of less than 2**63 in magnitude, and the totals where all ranks have it."""
     digits = [float((digest >> (_BITS * place) & 0xFFFF) - 0x8000) for place in range(_DIGITS)]
@@ -58,15 +62,17 @@ class MpiControlChannel(ControlChannel):
     Attributes:
         values: this rank's numbers in the sums; written before a comparison, whose call gives them a meaning.
         sums: the sums over the ranks after it.
+        kept: memory that other messages of these ranks may still come into.
     """
 
     is_free = False
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        # Kept until `close`: of an exchange that this rank has left, MPI writes the results whenever they come, and be
-        # it in MPI_Finalize, after Python's end.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self._comm: MPI.Intracomm = comm.Dup()
+        # MPI keeps it until `close`: the results of an exchange that this rank has left are written whenever they come,
+        # and be it in MPI_Finalize, after Python's end.
+        self._comm.Set_attr(_kept(), self)
+        self.kept: list[object] = []
         elements = elements_for(self._comm.size, MPI.get_vendor()[0])
         self._own_values, self._totals = np.zeros(elements), np.zeros(elements)
         self.values: Array = self._own_values[_HEADER:]
@@ -162,7 +168,6 @@ class MpiControlChannel(ControlChannel):
         if self._persistent:
             self._request.Free()
         self._comm.Free()
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
 
 
 class _Texts:

@@ -26,7 +26,6 @@ NCCL gets the wire's dtype, "float16" or "bfloat16", and rounds each of its sums
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -268,15 +267,14 @@ class Lanes(Freed):
             yield
             return
         memory: Any = total if rounded is None else next(rounded)
-        # If this rank leaves the exchange, MPI still writes the results into this memory, whenever they come.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        self.ranks.under_way.append(memory)  # if this rank leaves the exchange, the results still come there
         if rounded is not None:
             yield from memory.combine(total, self.wait)
         else:
             request = self.ranks.begin_allreduce_over(self.link, total, op, blocks=blocks)
             yield
             self.wait(request.Test)
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
+        self.ranks.under_way.pop(0)  # the exchanges end in the order in which they began
 
     def free(self) -> None:
         """Free the communicator of the counterparts, where all ranks are known to do so."""

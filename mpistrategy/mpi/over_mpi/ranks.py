@@ -84,6 +84,8 @@ class MpiRanks(Ranks):
                 fix="Call close() on those that are done with, or use `with MirroredStrategy() as strategy:`.",
             ) from error
         self._control = MpiControlChannel(comm)
+        #: Memory that messages may still come into; it lives until `free`, and after a failure for ever.
+        self.under_way: list[object] = self._control.kept
         inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED) if node_key is None else self._comm.Split(node_key)
         first_of_node = np.array([comm.rank])
         inside.Bcast(first_of_node, 0)
