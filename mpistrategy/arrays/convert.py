@@ -189,11 +189,11 @@ def as_target(target: Any, where: str, name: str) -> Any:
         ShapeError: when it is not an array, or read-only.
     """
     array: Any = None
+    # The result would go into the copy that torch makes of a lazy conjugate.
+    is_lazy = library_of(target) == "torch" and (target.is_conj() or target.is_neg())
     if isinstance(target, np.ndarray):
         array = target if target.flags.writeable else None
-    elif (library_of(target) == "torch" and not (target.is_conj() or target.is_neg())) or (
-        is_on_device(target) and library_of(target) not in ("jax", "torch")  # a lazy conjugate of torch needs a copy
-    ):
+    elif not is_lazy and (library_of(target) == "torch" or (is_on_device(target) and library_of(target) != "jax")):
         array = array_where_it_is(target, where, name)
     # Elements that share memory, as after ``broadcast_to``; NumPy makes such arrays read-only.
     is_repeated = (
@@ -202,9 +202,10 @@ def as_target(target: Any, where: str, name: str) -> Any:
         and any(step == 0 and length > 1 for length, step in zip(array.shape, array.strides, strict=True))
     )
     if array is None or is_repeated:
-        found = f"{name} = {type(target).__name__}"
         raise ShapeError.at(
-            where, found=found, expected="a writeable ndarray, or another array that is no lazy conjugate"
+            where,
+            found=f"{name} = {type(target).__name__}",
+            expected="a writeable ndarray, or another array that is no lazy conjugate",
         )
     return array
 

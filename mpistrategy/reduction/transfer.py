@@ -530,8 +530,11 @@ class MailboxRoute(Transfer):
         ]
 
     def _rows_of(self, slot: MailboxSlot, layouts: tuple[Layout, ...]) -> Sequence[Array | None]:
-        is_quick = slot.rows is not None and isinstance(self._combine, np.ufunc)
-        return _arrays_in(slot.rows, layouts) if is_quick and slot.rows is not None else [None] * len(layouts)
+        return (
+            _arrays_in(slot.rows, layouts)
+            if slot.rows is not None and isinstance(self._combine, np.ufunc)
+            else [None] * len(layouts)
+        )
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Put this rank's arrays into its mailbox; return memory for the results of each pack."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from mpistrategy.cross_device_ops.algorithms import MpiAllReduce
 from mpistrategy.errors import ContextError, LaunchError, OptionError, UnsupportedError
@@ -603,7 +604,7 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
 
 dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
 dist.register_rendezvous_handler(NAME, _rendezvous)
-call_sites.pass_over(torch.__path__[0])
+call_sites.pass_over(torch.__path__[0], typing_extensions.__file__)  # which decorates functions that are deprecated
 # Without an init_method torch takes env://, and looks for RANK before it comes here.
 world.hints["using env:// rendezvous"] = _FORM
 sys.excepthook = functools.partial(world.uncaught, sys.excepthook)

@@ -44,8 +44,8 @@ class Site(NamedTuple):
 
 #: The code of the function of this package that calls step functions: its callers do not count.
 _step_caller: CodeType | None = None
-#: The folders whose frames are no call sites of the program.
-_passed_over: list[str] = [_FOLDER, warnings.__file__]
+#: The folders and files whose frames are no call sites of the program.
+_passed_over: list[str] = [_FOLDER, warnings.__file__]  # the latter has the decorator of deprecated functions
 
 
 #: Whether the files of the frames seen so far belong to this package.
@@ -53,10 +53,8 @@ _own_files: dict[str, bool] = {}
 
 
 def _is_own(file: str) -> bool:
-    """Return whether a file belongs to this package, or to the decorators of functions that are deprecated."""
-    is_own = _own_files[file] = (
-        file.startswith(tuple(_passed_over)) or file.endswith("typing_extensions.py")
-    ) and not file.startswith(_PROGRAMS)
+    """Return whether a file belongs to this package."""
+    is_own = _own_files[file] = file.startswith(tuple(_passed_over)) and not file.startswith(_PROGRAMS)
     return is_own
 
 
@@ -66,9 +64,9 @@ def calls_steps(function: Callable[..., Any]) -> None:
     _step_caller = function.__code__
 
 
-def pass_over(folder: str) -> None:
-    """Take the files in a folder for this package's: their frames are no call sites of the program."""
-    _passed_over.append(os.path.join(os.path.abspath(folder), ""))
+def pass_over(folder: str, *files: str) -> None:
+    """Take the files in a folder, and others, for this package's: their frames are no call sites of the program."""
+    _passed_over.extend((os.path.join(os.path.abspath(folder), ""), *files))
     _own_files.clear()
 
 
