@@ -110,12 +110,9 @@ def attributes(kind: type) -> dict[str, str]:
 @cache
 def of_source(kind: type) -> dict[str, str]:
     """Return the attributes that the source of a class sets, with their annotations."""
-    file = next(
-        (inspect.unwrap(value).__code__.co_filename for value in vars(kind).values() if inspect.isfunction(value)),
-        inspect.getfile(kind),
-    )
-    if not Path(file).is_file():  # what dataclasses generate
-        file = inspect.getfile(kind)
+    codes = [inspect.unwrap(value).__code__ for value in vars(kind).values() if inspect.isfunction(value)]
+    files = [code.co_filename for code in codes if Path(ms.__file__).parent in Path(code.co_filename).parents]
+    file = files[0] if files else inspect.getfile(kind)  # dataclasses generate functions without a file
     found: dict[str, str] = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
         if not (isinstance(node, ast.ClassDef) and node.name == kind.__name__):
