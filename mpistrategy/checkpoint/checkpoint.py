@@ -107,7 +107,8 @@ class Checkpoint(NamesOurs):
     * Gradient accumulators, also in the middle of a group of steps: on another number of ranks, the total is kept.
     * Metrics, and other objects with variables in an attribute `variables`.
     * NumPy's random generators, and `strategy.rng(seed)`.
-    * Iterators of distributed datasets: they continue with the next batch.
+    * Iterators of distributed datasets: they continue with the next batch; on another number of ranks only those of
+      `distribute_dataset`.
     * Arrays, numbers, strings, None; dicts, lists and tuples of all of these.  Data that are equal on all ranks are
       saved once; per-rank data restore only on the same number of ranks.
     * torch's modules, restored in place, and tensors; JAX arrays, which a restore replaces in `objects`.
@@ -228,7 +229,8 @@ class Checkpoint(NamesOurs):
     def restore(self, directory: str | os.PathLike[str], *, partial: bool = False, name: str | None = None) -> Restored:
         """Restore the objects from a checkpoint.  Collective; on any number of ranks.
 
-        Everything is read and compared before the first object changes.  `load_state_dict` is called last.
+        Everything is read and compared before the first object changes.  After an error of a
+        `load_state_dict` some objects are restored, and others are not.
 
         Args:
             directory: the folder that `save` wrote.
@@ -314,7 +316,8 @@ class Checkpoint(NamesOurs):
         """Return the arrays in a checkpoint by name.
 
         Rank-local.  Copies with an aggregation are combined; per-rank arrays are named ``name@rank``.
-        All of it is read into memory.  The package safetensors reads single arrays in a file of it.
+        All of it is read into memory.  The package safetensors reads arrays that are equal on all ranks
+        in a file of it.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.

@@ -385,10 +385,10 @@ def dtype_text(dtype: np.dtype[Any], where: str) -> str:
     Raises:
         DTypeError: for objects, structures and other dtypes that have no such name.
     """
+    if dtype.type.__module__ == "ml_dtypes":  # which may have a kind of NumPy's, such as float8_e5m2
+        return dtype.name
     if dtype.kind in "biufcmMSU":
         return dtype.newbyteorder("<").str
-    if dtype.type.__module__ == "ml_dtypes":
-        return dtype.name
     raise DTypeError.at(where, found=f"an array of dtype {dtype}", expected="numbers, bools, strings or times")
 
 

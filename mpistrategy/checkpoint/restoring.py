@@ -152,7 +152,7 @@ class Reading:
         self.own: Own = self.owns.get(ranks.rank, _NO_DATA)
         if self.manifest.own and not (self.same_ranks and len(readers) == ranks.size):  # else each has read its own
             read = {rank: each.data if self.same_ranks else each.end for rank, each in self.owns.items()}
-            outgoing = [read.get(rank % self.manifest.ranks, NOTHING) for rank in range(ranks.size)]
+            outgoing = [read.get(rank if rank < self.manifest.ranks else 0, NOTHING) for rank in range(ranks.size)]
             received, _ = ranks.exchange(call, np.concatenate([NOTHING, *outgoing]), [part.size for part in outgoing])
             call.expect_more()
             self.own = Own(received, of_each_rank(self.manifest.items) if self.same_ranks else {}, path)

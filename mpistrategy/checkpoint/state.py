@@ -209,7 +209,7 @@ class State:
             self.items[path] = Item("rng" if is_generator else "plain", copies)
             self.values[path] = plain
         elif isinstance(value, Variable):
-            self._paths.setdefault(id(value), path)
+            self._paths[id(value)] = min(path, self._paths.get(id(value), path))  # whatever order names come in
             self._add_array(path, "variable", self._copies_of(value), value.local_view)
         elif isinstance(value, Rows):
             self._add_array(path, ROWS, ROWS, value.value)
@@ -394,8 +394,8 @@ class Comparison:
             shape = f" {item.dtype}{list(item.shape)}" if item.dtype else ""
             how = f" with aggregation {item.copies}" if item.copies in COMBINED else ""
             return f"{kind}{shape}{how} in the checkpoint, {self._in_words(path)} here"
-        if isinstance(value, np.ndarray) and not value.flags.writeable:
-            return "a read-only array here"
+        if _is_in_place(value) and library_of(value) != "jax":
+            as_target(value, "here", "the array")  # raises where nothing can be written to it
         self._content(path, item)  # raises for what no save wrote
         return value._check(self._zero_state(path), self._state.live.get) if kind in KEPT else ""
 
@@ -450,7 +450,9 @@ class Comparison:
             require(has_state and len({*children.values()} & self._items.keys()) == len(children), "items")
             return children
         value = from_json(item.values[0] if item.copies == ONE else self._source.own.values[path])
-        times = 0 if item.copies == ONE else self._source.ranks.rank // self._source.manifest.ranks
+        rank = self._source.ranks.rank
+        # A new rank gets rank 0's stream, jumped by its number: no other rank has that stream, then or later.
+        times = 0 if item.copies == ONE or rank < self._source.manifest.ranks else rank
         return checked_state(self._state.live[path], value, times) if item.kind == "rng" else value
 
     def _zero_state(self, path: str) -> Any:
@@ -476,6 +478,13 @@ class Comparison:
             if path in self._items:
                 value._prepare(self._zero_state(path), state.live.get, state.strategy)
         state = self._state = State(state.objects, state.strategy, state.where)
+        lost = [path for path, item in self._items.items() if item.kind == "variable" and path not in state.live]
+        if lost:
+            raise CheckpointMismatchError.at(
+                state.where,
+                found=f"{lost[0]!r} in the checkpoint, of a variable that has another name here",
+                expected="each variable under the names that it had, and no others",
+            )
         for path, item in self._items.items():
             live = state.live.get(path)
             if item.kind == "variable" and isinstance(live, Variable) and self._has_layout(path, item):

@@ -46,8 +46,9 @@ def test_everything_on_another_number_of_ranks(tmp_path: Path, p: int, q: int) -
     def restore(strategy: ms.Strategy) -> Any:
         training = Training(strategy)
         training.checkpoint.objects["own"] = own = np.random.default_rng()
-        notes = training.checkpoint.restore(tmp_path / "c").notes
-        assert bool(notes) == (p != q)
+        restored = training.checkpoint.restore(max(tmp_path.iterdir()))
+        assert bool(restored.notes) == (restored.ranks != strategy.num_replicas_in_sync)
+        training.checkpoint.save(tmp_path / f"d{strategy.num_replicas_in_sync}")
         found = looked_at(training), training.streams.replica.random(), own.random()
         training.step()
         return found
@@ -60,10 +61,12 @@ def test_everything_on_another_number_of_ranks(tmp_path: Path, p: int, q: int) -
         before = replicas(save, p, nodes=[rank * 2 // p for rank in range(p)])
     weights, totals, *others = before[0][0]
     found = replicas(restore, q, nodes=[rank * 2 // q for rank in range(q)])
+    later = replicas(restore, q + 1)
     for place in (1, 2) if p > 1 else (1,):  # on one rank nothing tells whether the generator is everybody's
         drawn = [each[place] for each in found]
         assert drawn[:p] == [each[place] for each in before[:q]]
         assert len({*drawn}) == q
+        assert place > min(p, q) or len({each[place] for each in later}) == q + 1
     for rank, ((weights_there, totals_there, *others_there), *_) in enumerate(found):
         assert weights_there == weights, rank
         assert others_there == others, rank
