@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_kind_of, host_array, is_foreign, is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.errors import BatchError, OptionError
+from mpistrategy.errors import BatchError
 from mpistrategy.objects.other_names import NamesOurs, refuses
 from mpistrategy.objects.settings import checked_count, checked_switch
 
@@ -37,17 +37,18 @@ class Rows:
             return as_kind_of(Rows(host_array(self._source), self._rows)[part], self._source)
         rows = self._rows[part]
         if isinstance(rows, range):
-            return _read(self._source[rows.start : rows.stop])
+            return copied(self._source[rows.start : rows.stop])
         if isinstance(self._source, np.ndarray):
-            return _read(self._source[rows])
+            return copied(self._source[rows])
         # Files need each row once and in order.
         unique_rows, positions = np.unique(rows, return_inverse=True)
-        return _read(self._source[unique_rows] if len(rows) else self._source[0:0])[positions]
+        return copied(self._source[unique_rows] if len(rows) else self._source[0:0])[positions]
 
 
-def _read(block: Any) -> Any:
+def copied(block: Any) -> Any:
     """Return a copy of a block of rows: a step may write to it, and the source must not change."""
-    return block.copy() if hasattr(block, "copy") and not isinstance(block, np.memmap) else np.array(block)
+    copy = getattr(block, "clone", None) or getattr(block, "copy", None)  # of tensors, and of other arrays
+    return np.array(block) if copy is None or isinstance(block, np.memmap) else copy()
 
 
 class Dataset(NamesOurs, Generic[E]):
@@ -121,11 +122,10 @@ class Dataset(NamesOurs, Generic[E]):
     def epoch(self, number: int) -> Dataset[E]:
         """Return one epoch of this dataset, with the row order of that epoch; the first is number 0.
 
-        For your own loops over epochs: a dataset has the same order each time it is iterated.
+        For your own loops over epochs: a dataset has the same order each time it is iterated.  `number` may be any
+        number, whatever `epochs` is.
         """
         number = checked_count("Dataset.epoch", "number", number, least=0)
-        if self._epochs is not None and number >= self._epochs:
-            raise OptionError.at("Dataset.epoch", found=f"number={number}", expected=f"one of {self._epochs} epochs")
         return Dataset(
             self._structure.pack(list(self._sources)),
             self._batch,

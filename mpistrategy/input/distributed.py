@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import copy_of, host_array, is_cupy, like_given
+from mpistrategy.arrays.convert import host_array, is_cupy, like_given
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
-from mpistrategy.input.datasets import Dataset, common_length, to_rows
+from mpistrategy.input.datasets import Dataset, common_length, copied, to_rows
 from mpistrategy.input.first_batches import first_batch
 from mpistrategy.input.iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.contract.call import Call
@@ -101,7 +101,8 @@ class DistributedDataset(Generic[E]):
         return self._dataset._lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
-        batches: Iterator[Any] = itertools.islice(self._batches(), walk.position, None)
+        # Lazily: iter() runs in a call, which tells the other ranks of an error.
+        batches: Iterator[Any] = itertools.islice(itertools.chain.from_iterable([self._batches()]), walk.position, None)
         if self._first is not None:
             first = first_batch(*self._first, batches)
             batches = itertools.chain([] if first is END else [first], batches)
@@ -121,7 +122,7 @@ class DistributedDataset(Generic[E]):
         blocks = [array[rows] for array in arrays]
         if isinstance(self._dataset, Sequence):
             # The same arrays are used in the next epoch: a step must not change them.
-            blocks = [copy_of(block) if isinstance(block, np.ndarray) or is_cupy(block) else block for block in blocks]
+            blocks = [*map(copied, blocks)]
         if self._pad:
             blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
         return structure.pack(blocks)
@@ -169,9 +170,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
         element = END
-        iterator = itertools.chain.from_iterable(
-            [self._dataset]
-        )  # iter() runs in a call, which tells the other ranks of an error
+        iterator = itertools.chain.from_iterable([self._dataset])  # lazily, as above
         for skipped in itertools.islice(iterator, walk.position):
             element = skipped
         while (element := self._next_of_all(iterator, element)) is not END:

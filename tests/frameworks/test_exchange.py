@@ -78,4 +78,5 @@ def test_datasets_of_tensors_yield_tensors(strategy: ms.Strategy, pad: bool) -> 
     everyones = torch.as_tensor(strategy.gather(own, 0))
     assert everyones[:, 0].sum() == rows[:, 0].sum()
     batches[0]["x"][...] = -1
+    next(iter(strategy.experimental_distribute_dataset([rows], pad=pad)))[...] = -1
     assert rows.min() == 0, "a step may write into its batch"

@@ -327,7 +327,6 @@ LOCAL: list[tuple[str, Call, Any]] = [
             ({"epochs": -1}, ValueError),
         ]
     ],
-    ("epoch: 1 of 1", lambda s, v: ms.Dataset.from_arrays(**ROWS).epoch(1), ValueError),
     ("epoch: -1", lambda s, v: ms.Dataset.from_arrays(**ROWS).epoch(-1), ValueError),
 ]  # fmt: skip
 
