@@ -1,8 +1,8 @@
 """Makes random calls, some of which are interrupted on one rank or on all at a random moment: no hang, no wrong sum.
 
 The rank then takes no more calls, and the others raise RemoteError in that call or the next, within seconds; or the
-call counts as not begun, and the rank makes it again.  All on one node, and without gathers: a rank that waits in a
-call of MPI cannot leave it, and the job ends.
+call counts as not begun, and the rank makes it again.  All on one node: a rank that waits in a call of MPI between
+nodes cannot leave it, and the job ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import mpistrategy as ms
 WORLD = MPI.COMM_WORLD
 EVERY, LONGEST_SECONDS = 10, 20.0
 POWERS = -5.0, -2.7  # of ten: of the seconds before a signal
-KINDS, SIZES = ("all_reduce", "reduce", "assign", "arena"), (1, 3, 40, 5000, 20_000, 100_000, 200_000)
+KINDS = "all_reduce", "reduce", "assign", "arena", "gather", "broadcast"
+SIZES = 1, 3, 40, 5000, 20_000, 100_000, 200_000
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -61,6 +62,10 @@ class Calls:
         if kind == "assign":
             run(lambda: self.variable[size].assign(operand))
             return self.variable[size].numpy()
+        if kind == "gather":
+            return self.strategy.gather(operand[None], 0).sum(0)
+        if kind == "broadcast":
+            return self.strategy.broadcast(operand) * WORLD.size + sum(range(WORLD.size))
         self.arena[size].values[...] = operand
         return run(lambda: ms.get_replica_context().all_reduce("SUM", self.arena[size]))
 

@@ -30,6 +30,10 @@ T = TypeVar("T")
 
 #: Open MPI 5.0 refuses counts of 2^31 and more; MPICH takes them.  A power of two keeps every piece aligned.
 MAX_COUNT = 2**30
+#: The first tag that a program can choose.
+PROGRAM_TAG = 2**11
+#: The greatest tag that every MPI takes.
+GREATEST_TAG = 2**15 - 1 - PROGRAM_TAG
 
 
 def pieces(buffer: Array, max_count: int = MAX_COUNT) -> Iterator[Array]:

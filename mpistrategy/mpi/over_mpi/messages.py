@@ -12,10 +12,6 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import CollectiveTimeoutError, ShapeError
 from mpistrategy.mpi.interface.ranks import pieces
 
-#: The first tag that a program can choose.
-PROGRAM_TAG = 2**11
-#: The greatest tag that every MPI takes.
-GREATEST_TAG = 2**15 - 1 - PROGRAM_TAG
 #: Messages that were not answered in time: MPI may still use their memory.
 _abandoned: list[Message] = []
 

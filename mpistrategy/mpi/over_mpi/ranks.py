@@ -22,10 +22,10 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
-from mpistrategy.mpi.interface.ranks import MAX_COUNT, Freed, Ranks, as_bytes, pieces, put
+from mpistrategy.mpi.interface.ranks import MAX_COUNT, PROGRAM_TAG, Freed, Ranks, as_bytes, pieces, put
 from mpistrategy.mpi.job import launcher, world
 from mpistrategy.mpi.multi_node.two_level import Wire, across_nodes
-from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
+from mpistrategy.mpi.over_mpi.messages import Message
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, bytes_for, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.segments import (
@@ -162,7 +162,6 @@ class MpiRanks(Ranks):
         """
         if not self.shares_memory:
             return private_memory(nbytes)
-        self._meet()
         memory, reason = share(nbytes, self, _memory_fence(), sparing=sparing)
         if reason and not (self.rank or sparing):
             what = "no more" if self.node_sum else "no"
@@ -176,7 +175,6 @@ class MpiRanks(Ranks):
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order."""
-        self._meet()
         return self._control.allgather_text(text, look if self.mailboxes is None else self.guard.look)
 
     def node_barrier(self) -> None:
@@ -266,19 +264,18 @@ class MpiRanks(Ranks):
         if isinstance(buffer, np.ndarray):  # MPI may allocate as much memory again, on the host
             most = min(most, max(1, self.piece_bytes // buffer.itemsize))
         parts, by_mpi = [*pieces(buffer, most)], operation(op, buffer.dtype)
-        self._meet()
         for piece in parts:
             if root is None:
-                self._comm.Allreduce(MPI.IN_PLACE, piece, by_mpi)
+                self._call(self._comm.Allreduce, self._comm.Iallreduce, MPI.IN_PLACE, piece, by_mpi)
             else:
-                self._comm.Reduce(MPI.IN_PLACE if self.rank == root else piece, piece, by_mpi, root)
+                source = MPI.IN_PLACE if self.rank == root else piece
+                self._call(self._comm.Reduce, self._comm.Ireduce, source, piece, by_mpi, root)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
         parts = [*pieces(as_bytes(buffer), self.max_count)]
-        self._meet()
         for piece in parts:
-            self._comm.Bcast(piece, root)
+            self._call(self._comm.Bcast, self._comm.Ibcast, piece, root)
 
     def allgatherv(self, block: Array | None, counts: Sequence[int], target: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; see `gatherv`."""
@@ -290,11 +287,10 @@ class MpiRanks(Ranks):
             for root, (end, size) in enumerate(zip(ends, sizes, strict=True)):
                 self.bcast(result[end - size : end], root)
             return
-        self._meet()
         if len(set(sizes)) == 1:  # for megabytes on a node MPICH's Allgatherv takes two to three times as long
-            self._comm.Allgather(MPI.IN_PLACE, result)
+            self._call(self._comm.Allgather, self._comm.Iallgather, MPI.IN_PLACE, result)
         else:
-            self._comm.Allgatherv(MPI.IN_PLACE, [result, sizes, None, MPI.BYTE])
+            self._call(self._comm.Allgatherv, self._comm.Iallgatherv, MPI.IN_PLACE, [result, sizes, None, MPI.BYTE])
 
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
@@ -303,16 +299,25 @@ class MpiRanks(Ranks):
         """
         # Of equal parts: for megabytes on a node MPICH's Alltoallv takes up to three times as long.
         send_buffer, receive_buffer = as_bytes(sent), as_bytes(received)
-        self._meet()
-        self._comm.Alltoall(send_buffer, receive_buffer)
+        self._call(self._comm.Alltoall, self._comm.Ialltoall, send_buffer, receive_buffer)
 
-    def _meet(self) -> None:
-        """Wait until all ranks are about to call MPI, since a rank cannot leave an MPI call if another rank has failed.
+    def _call(self, blocking: Callable[..., object], other: Callable[..., MPI.Request], *arguments: Any) -> None:
+        """Make a collective call of MPI; `other` is the same without blocking.
 
-        The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
+        Where errors are contained, ranks of one node leave it if a rank has failed; elsewhere the job ends.
         """
-        if self.mailboxes is not None and self.node_sum is not None:
-            self.node_sum.barrier()
+        if self.guard.contains_errors and self.guard.shares_board:
+            self._finish([other(*arguments)], arguments)
+        else:
+            blocking(*arguments)
+
+    def _finish(self, requests: list[MPI.Request], memory: object) -> None:
+        """Wait for messages; their memory stays if this rank leaves them."""
+        self.under_way.append(memory)
+        while not MPI.Request.Testall(requests):
+            self.guard.look()
+            os.sched_yield()
+        self.under_way.pop()
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
@@ -326,14 +331,13 @@ class MpiRanks(Ranks):
         put(receive_blocks[self.rank], send_blocks[self.rank])
         peers = (*range(self.rank + 1, self.size), *range(self.rank))  # not all to rank 0 first
         most, comm = max(1, self.max_count // self.size), self._comm
-        self._meet()
         requests = [
             start([piece, MPI.BYTE], rank, _EXCHANGE_TAG)
             for start, blocks in ((comm.Irecv, receive_blocks), (comm.Isend, send_blocks))
             for rank in peers
             for piece in pieces(blocks[rank], most)
         ]
-        MPI.Request.Waitall(requests)
+        self._finish(requests, (sent, received))
 
     def begin_message(self, block: Array, rank: int | None, tag: int, *, sends: bool) -> Message:
         """Begin to send `block`, of any dtype, to one rank, or to receive into it from a rank; None means any rank.

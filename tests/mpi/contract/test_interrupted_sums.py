@@ -87,6 +87,13 @@ def test_among_the_data(contained: ms.Strategy) -> None:
 
 
 @several
+def test_before_a_gather_on_one_node() -> None:
+    """The others are in a call of MPI."""
+    with ms.MirroredStrategy(on_error="raise") as strategy:
+        check_all_hear(strategy, lambda: context().all_gather(np.ones(100_000), 0), "call", "_call")
+
+
+@several
 def test_while_a_rank_waits_to_tell_its_error(contained: ms.Strategy) -> None:
     repeated(contained, KNOWN)
 

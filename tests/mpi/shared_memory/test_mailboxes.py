@@ -16,18 +16,13 @@ from pretended import mailboxes_of
 from replicas import RANK, SIZE, bits, context, part_of
 
 import mpistrategy as ms
-from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.arrays.dtypes import COMBINE
 from mpistrategy.mpi.shared_memory import spin_wait
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 from mpistrategy.reduction.transfer import MailboxRoute
 
 pytestmark = pytest.mark.mpi
-
-
-def next_payload(mailboxes: Mailboxes) -> Array:
-    """Return where this rank's payload of the next exchange goes."""
-    return mailboxes.slots[(mailboxes.sequence + 1) & 1].payloads[mailboxes.local_rank]
 
 
 # ------------------------------------------------------------------------------------- the protocol, rank by rank
@@ -52,7 +47,7 @@ def test_every_rank_learns_the_same_and_sees_all_payloads(
                 assert mailboxes.finished() == (digests[number - 1][1] >= ranks)
                 for peer, seen in enumerate(mailboxes.slots[mailboxes.sequence & 1].payloads):
                     assert np.all(seen == (7 * number + peer) % 251)
-            next_payload(mailboxes)[:] = (7 * (number + 1) + rank) % 251
+            mailboxes.slots[(mailboxes.sequence + 1) & 1].payloads[rank][:] = (7 * (number + 1) + rank) % 251
             mailboxes.start(digest + 1 if rank == odd_one else digest)
             assert (mailboxes.finished() is None) == (come < ranks - 1)
 
