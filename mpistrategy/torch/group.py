@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,19 @@ from mpistrategy.errors import ContextError, LaunchError, OptionError, Unsupport
 from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import time_limit
-from mpistrategy.mpi.job import world
+from mpistrategy.mpi.interface.ranks import GREATEST_TAG, Alone
+from mpistrategy.mpi.job import exit_hooks
 from mpistrategy.mpi.over_mpi.background import Background
-from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
-from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction import collectives
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
+
+if TYPE_CHECKING:  # their import starts MPI, which the first strategy does: not in a process that loads data
+    from mpistrategy.mpi.over_mpi.messages import Message
+    from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 # What can be written in Python; torch compares its version as a version, not as a text.
 _Base: type[dist.ProcessGroup] = dist.ProcessGroup if torch.__version__ < "2.14" else torch._C._distributed_c10d.Backend
@@ -542,7 +545,8 @@ def _chosen_strategy() -> Strategy:
             fix="Start it with `mpiexec -n 4 python program.py`, or with srun: torchrun is not needed.",
         )
     strategy = _pending.pop() if _pending else MirroredStrategy()
-    if not isinstance(strategy.extended.communicator, MpiRanks):
+    communicator = strategy.extended.communicator
+    if isinstance(communicator, Alone) or communicator.is_simulated:
         raise ContextError.at(
             _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
         )
@@ -606,5 +610,6 @@ dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "c
 dist.register_rendezvous_handler(NAME, _rendezvous)
 call_sites.pass_over(torch.__path__[0], typing_extensions.__file__)  # which decorates functions that are deprecated
 # Without an init_method torch takes env://, and looks for RANK before it comes here.
-world.hints["using env:// rendezvous"] = _FORM
-sys.excepthook = functools.partial(world.uncaught, sys.excepthook)
+exit_hooks.hints["using env:// rendezvous"] = _FORM
+if sys.excepthook is sys.__excepthook__:
+    sys.excepthook = exit_hooks.show

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from mpistrategy.objects.text import printable
 
-#: Frames of files in here are the library's own, except for the benchmarks, which use it as programs do.
-_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
-_PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
+#: Frames of files in here are the library's own, except for the benchmarks, which use it as programs do.  Named as code
+#: objects name it: `__file__` is elsewhere for a package in a zip file.
+FOLDER = os.path.join((lambda: None).__code__.co_filename.rsplit(os.sep, 3)[0], "")
+_PROGRAMS = os.path.join(FOLDER, "cli", "bench", "")
 _REMEMBERED = 4096
 _CALLERS = 2
 
@@ -45,7 +46,7 @@ class Site(NamedTuple):
 #: The code of the function of this package that calls step functions: its callers do not count.
 _step_caller: CodeType | None = None
 #: The folders and files whose frames are no call sites of the program.
-_passed_over: list[str] = [_FOLDER, warnings.__file__]  # the latter has the decorator of deprecated functions
+_passed_over: list[str] = [FOLDER, warnings.__file__]  # the latter has the decorator of deprecated functions
 
 
 #: Whether the files of the frames seen so far belong to this package.
@@ -66,7 +67,7 @@ def calls_steps(function: Callable[..., Any]) -> None:
 
 def pass_over(folder: str, *files: str) -> None:
     """Take the files in a folder, and others, for this package's: their frames are no call sites of the program."""
-    _passed_over.extend((os.path.join(os.path.abspath(folder), ""), *files))
+    _passed_over.extend((os.path.join(folder, ""), *files))
     _own_files.clear()
 
 

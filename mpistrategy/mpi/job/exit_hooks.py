@@ -18,12 +18,28 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from types import TracebackType
 from typing import Any, NoReturn
 
 #: Called before this rank ends the job: work of other threads must not be lost.
 before_abort: list[Callable[[], object]] = []
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 _INTERRUPTED = 130
+#: What to write instead, by words of another library's ValueError: its note, if nobody catches it.
+hints: dict[str, str] = {}
+
+
+def add_hints(error: BaseException) -> None:
+    """Add to an uncaught error what to write instead."""
+    for words, hint in hints.items():
+        if isinstance(error, ValueError) and words in str(error) and hint not in getattr(error, "__notes__", ()):
+            error.add_note(hint)
+
+
+def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an uncaught error, and what to write instead; as `sys.excepthook`, before MPI has started."""
+    add_hints(error)
+    sys.__excepthook__(kind, error, trace)
 
 
 def status_of(error: BaseException | None) -> int:

@@ -27,6 +27,7 @@ from mpi4py import MPI
 
 from mpistrategy.errors import MpiStrategyError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import FOLDER
 from mpistrategy.mpi.contract.channel import growing_pauses, wait_patiently
 from mpistrategy.mpi.contract.guard import PATIENCE_SECONDS, Guard, refusal_of_child
 from mpistrategy.mpi.job import exit_hooks, launcher
@@ -37,9 +38,8 @@ from mpistrategy.mpi.watchdog import reports, status_board, watchdog
 from mpistrategy.mpi.watchdog.run_directory import new_path
 from mpistrategy.options import is_on
 
-_PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 #: Files whose frames come before the program's frames.
-_RUN = (os.path.join(_PACKAGE_FOLDER, "cli", "run.py"), "<frozen runpy>")
+_RUN = (os.path.join(FOLDER, "cli", "run.py"), "<frozen runpy>")
 #: Where ranks end with a status at the same time, the first rank prints it and ends the job before the others do.
 _FIRST_SPEAKS_SECONDS = 0.5
 #: How long a rank waits for another rank that prints its error.
@@ -56,8 +56,6 @@ if MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.T
     watchdog.here.end = MPI.COMM_WORLD.Abort
 #: The guards that are watched in this process, with the functions that free them.
 _open: dict[Guard, Callable[[], None]] = {}
-#: What to write instead, by words of another library's ValueError: its note, if nobody catches it.
-hints: dict[str, str] = {}
 
 
 def watch(guard: Guard, free: Callable[[], None] = lambda: None) -> None:
@@ -97,12 +95,10 @@ def _ends_the_job() -> bool:
 def uncaught(
     before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Take an uncaught error before the hook that there was; as `sys.excepthook`, also more than once."""
-    for words, hint in hints.items():
-        if kind is ValueError and words in str(error) and hint not in getattr(error, "__notes__", ()):
-            error.add_note(hint)
+    """Take an uncaught error before the hook that there was; as `sys.excepthook`."""
+    exit_hooks.add_hints(error)
     is_pythons = hasattr(sys, "ps1") or not _ends_the_job()
-    if is_pythons or before is not sys.__excepthook__:
+    if is_pythons or before not in (sys.__excepthook__, exit_hooks.show):
         before(kind, error, trace)
     if not is_pythons:
         _end(error, "")
@@ -158,7 +154,7 @@ def in_words(error: BaseException, above: Iterable[traceback.FrameSummary] = ())
     report = traceback.TracebackException(type(error), error, error.__traceback__)
     frames = [*above, *report.stack]
     frames = frames[max((at for at, frame in enumerate(frames, 1) if frame.filename in _RUN), default=0) :]
-    program_frames = [frame for frame in frames if not frame.filename.startswith(_PACKAGE_FOLDER)]
+    program_frames = [frame for frame in frames if not frame.filename.startswith(FOLDER)]
     is_own = bool(above) or isinstance(error, MpiStrategyError | SystemExit)
     if program_frames and not is_on(os.environ.get("MPISTRATEGY_FULL_TRACEBACK", "")):
         report.stack = traceback.StackSummary.from_list(program_frames if is_own else frames)
