@@ -106,7 +106,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
         """Wait for the job, together with the other ranks; return its result or raise its error."""
         # A peer in another collective may never start its part; this comparison finds that out.  Once all ranks have
         # started equally many all-reduces, all of them end.
-        if (self._number > background.known_to_all or in_jax_trace()) and not guard.closed:
+        # A forked child has no such thread: there the call refuses.
+        if guard.is_forked or (not guard.closed and (self._number > background.known_to_all or in_jax_trace())):
             started = background.submitted
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
@@ -126,7 +127,7 @@ def start_all_reduce(
     if ranks.nodes == 1 and not is_on_gpu and arena is None:
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     at_once = partial(reducer.run, _CALL, AllReduce, reduce_op, value, options, name, out)
-    agree, settings = partial(_first_call, ranks.guard, name), reducer.options.merge(options)
+    agree = partial(_first_call, ranks.guard, name)
     if in_jax_trace():
         agree(lambda: None)  # the call refuses it, and tells the other ranks
     begun: _Begun | None = None
@@ -135,7 +136,7 @@ def start_all_reduce(
         op = ReduceOp._parse(reduce_op, _WHERE)
         value, out = _parts(reducer, op, value, out)
         if is_on_gpu:
-            begun = _Begun(reducer, op, value, out, settings)
+            begun = _Begun(reducer, op, value, out, reducer.options.merge(options))
         leaves, structure = nest.flatten_without_none(value)
         leaves_like(out, structure, _WHERE)
         # The caller may put other arrays into the nest meanwhile.
@@ -152,7 +153,7 @@ def start_all_reduce(
     if failure is not None:
         work = partial(_fail, where.guard, name, failure)
     elif begun is not None:
-        work = partial(begun.work, where, name, settings)
+        work = partial(begun.work, where, name, reducer.options.merge(options))
     else:  # a reducer on the thread's communicator; it goes on with the present algorithm and options
         thread = reducer.cached(background, partial(Reducer, where, reducer.algorithm, reducer.options))
         work = partial(thread.run, _CALL, AllReduce, reduce_op, value, options, name, out)

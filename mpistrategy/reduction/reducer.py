@@ -208,8 +208,19 @@ class AllReduce(General):
         call.structure = structure.text
         targets = leaves_like(out, structure, call.where)
         op, paths = ReduceOp._parse(self.argument, call.where), partial(nest.leaf_paths, value)
-        more = {"options": self.options, "weight": weight, "targets": targets, "is_batch": self.is_batch}
-        return structure.pack(reducer.all_reduce_leaves(call, op, leaves, paths, num_none=structure.num_none, **more))
+        return structure.pack(
+            reducer.all_reduce_leaves(
+                call,
+                op,
+                leaves,
+                paths,
+                options=self.options,
+                weight=weight,
+                targets=targets,
+                is_batch=self.is_batch,
+                num_none=structure.num_none,
+            )
+        )
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of nests of arrays and numbers; see `General.plan`."""
@@ -298,7 +309,8 @@ class Reducer:
                     whither = None if out is None else general.kind_of_out(value, out)
                     key = site, type(argument), argument, options, weight is None, kind_of(value), whither
                     plan = self._plans.get(key)
-                except Exception:  # such as the error of a list that holds itself
+                except (TypeError, ValueError, AttributeError, RecursionError, MpiStrategyError):
+                    # Such as of a list that holds itself.  A handler's exception is another one, mostly, and must pass.
                     key = None
             if plan is None:  # out here, so that an error of the general way has no context
                 plan = general(self, argument, options)
@@ -409,8 +421,8 @@ class Reducer:
                 if in_place:
                     write(results, arrays)
                 return arrays if in_place else results
-        more: dict[str, Any] = {"options": options, "targets": arrays if in_place else None, "is_batch": False}
-        results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), **more)
+        paths, targets = lambda: [""] * len(arrays), arrays if in_place else None
+        results = self.all_reduce_leaves(call, op, arrays, paths, options=options, targets=targets, is_batch=False)
         return [result if is_on_device(result) else np.asarray(result) for result in results]
 
     def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], *, on_gpu: bool = False) -> ArraysPlan | None:
