@@ -144,6 +144,9 @@ _WHERE = "GradientAccumulator.add"
 class GradientAccumulator(Kept, Settable):
     """Adds up gradients over several steps without communication, so that one reduction is enough for all of them.
 
+    A checkpoint in the middle of a group keeps sums of IndexedSlices as dense arrays: the update after a restore takes
+    their other rows for rows with a gradient of 0, which momentum, for example, moves.
+
     Args:
         steps: the number of steps for each update; 1 or more.
 
@@ -207,14 +210,12 @@ class GradientAccumulator(Kept, Settable):
             _like(total, _values(total), gradient) for total, gradient in zip(totals, gradients, strict=True)
         ]
 
-    @property
-    def _partial_sums(self) -> list[Array | None]:
-        """The sums so far, 16-bit floats in 32 bits, IndexedSlices dense; empty before the first step."""
-        sums = self._sums if self._count else []
-        return [total.to_dense() if isinstance(total, IndexedSlices) else total for total in sums]
-
     def _state(self, path_of: PathOf) -> dict[Any, Any]:
-        sums = {number: Leaf(total, "SUM") for number, total in enumerate(self._partial_sums) if total is not None}
+        sums = {
+            number: Leaf(total.to_dense() if isinstance(total, IndexedSlices) else total, "SUM")
+            for number, total in enumerate(self._sums if self._count else [])
+            if total is not None
+        }
         dtypes = [None if dtype is None else np.empty(0, dtype) for dtype in self._dtypes] if self._count else []
         return {"steps": self.steps, "count": self._count, "dtypes": dtypes, **sums}
 

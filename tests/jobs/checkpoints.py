@@ -153,7 +153,7 @@ class Training:
         copies = [self.weights, self.bias, self.scales, self.rows, self.average, *self.loss.variables, *slots]
         return [
             [copy.local_copy().tolist() for copy in copies],
-            [total.tolist() for total in self.accumulator._partial_sums],
+            [total.tolist() for total in self.accumulator._sums if self.accumulator._count],
             [self.adam.learning_rate, repr(self.progress)],
             [self.streams.shared.random(), self.streams.replica.random(), self.shuffle.random()],
             next(self.batches).tolist(),
