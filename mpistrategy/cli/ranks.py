@@ -59,10 +59,8 @@ class Ranks:
         return texts
 
     def from_first(self, number: int) -> int:
-        """Return rank 0's number.  Collective."""
-        shared = np.array([number], np.int64)
-        self.comm.Bcast(shared, 0)
-        return int(shared[0])
+        """Return rank 0's number, which is not negative.  Collective."""
+        return int(self.greatest(np.array([0 if self.rank else number]))[0])
 
     def places(self) -> tuple[list[int], int]:
         """Return the first rank of each rank's node, and this rank's index on its own node.  Collective."""

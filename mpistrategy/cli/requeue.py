@@ -63,14 +63,13 @@ class Batch(NamedTuple):
 
 def _slurm(options: argparse.Namespace) -> Batch:
     job = os.environ["SLURM_JOB_ID"]
-    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     return Batch(
         job,
         int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         ["scontrol", "requeue", job],
         ["sbatch", "--parsable", f"--dependency=afterany:{job}", str(options.chain), str(options.link + 1), job],
         ["scancel"],
-        ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", "true"],
+        ["srun", f"--nodes={os.environ.get('SLURM_JOB_NUM_NODES', '1')}", "--ntasks-per-node=1", "true"],
     )
 
 

@@ -51,7 +51,6 @@ from mpistrategy.reduction.transfer import (
     Transfer,
     Way,
     layouts_of,
-    own_dtype,
     packs_of,
     ways_in_words,
 )
@@ -107,7 +106,7 @@ class Arena(ArenaBase[T]):
                 map(is_on_device, arrays)
             )
             #: A bucket for each dtype, in the order of the first arrays.
-            self._packs = packs_of(layouts, _NO_LIMIT, wire=own_dtype, alignment=ALIGNMENT)
+            self._packs = packs_of(layouts, _NO_LIMIT, wire=None, alignment=ALIGNMENT)
             places = [(number, member) for number, pack in enumerate(self._packs) for member in pack.members]
             #: For each array the number of its bucket, and its place there.
             self._places: list[tuple[int, Member]] = sorted(places, key=lambda place: place[1].index)
@@ -270,9 +269,15 @@ class Arena(ArenaBase[T]):
             if in_place or not is_ordinary:
                 check_dtypes(self._buckets, op, call.where)
             if is_ordinary:
-                more = {"options": options, "weight": weight, "targets": self._leaves if in_place else None}
-                paths = partial(nest.leaf_paths, self._values)
-                results = reducer.all_reduce_leaves(call, op, self._leaves, paths, **more)
+                results = reducer.all_reduce_leaves(
+                    call,
+                    op,
+                    self._leaves,
+                    partial(nest.leaf_paths, self._values),
+                    options=options,
+                    weight=weight,
+                    targets=self._leaves if in_place else None,
+                )
                 return self._values if in_place else self._structure.pack(results)
             route = self._route(reducer, op, options, in_place)
             compared = f"arena {self._number}, {in_place=}, wire={options.wire}"
@@ -292,7 +297,7 @@ class Arena(ArenaBase[T]):
         ranks, buckets, wire = self._communicator, self._buckets, options.wire
         if not self._on_device:
             return InPlaceRoute(ranks, buckets, op, into_result=not in_place, wire=wire)
-        packs = packs_of(layouts_of(self._own_arrays), 1, wire=own_dtype)  # each by itself
+        packs = packs_of(layouts_of(self._own_arrays), 1, wire=None)  # each by itself
         path = path_word(options, reducer.algorithm._device_path)
         return gpu.GpuRoute(ranks, packs, op, path, wire, in_place=in_place)
 

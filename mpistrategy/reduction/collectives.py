@@ -74,8 +74,17 @@ class Collective(Transfer):
 
     def signature(self, call: Call, destination: str = "") -> Signature:
         """Return the signature that the ranks compare."""
-        words = (self.verb, self.op, call.structure, self.values, destination, "")
-        return Signature(*words, call.name, call.where, call.place, call.step)
+        return Signature(
+            self.verb,
+            self.op,
+            call.structure,
+            self.values,
+            destination,
+            name=call.name,
+            call=call.where,
+            place=call.place,
+            step=call.step,
+        )
 
 
 def dense(value: Any, where: str) -> Any:
@@ -107,8 +116,7 @@ def move(
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
         gpu.prepare(ranks, gpu_arrays, call.where)
-    compared = Compared(collective.signature(call, destination), None)
-    results = compared.carry_out(call, collective, arrays)
+    results = Compared(collective.signature(call, destination), None).carry_out(call, collective, arrays)
     ranks.guard.wait_for_gpu(event_of_reads(components))
     return [*map(in_kind, results, components)]
 

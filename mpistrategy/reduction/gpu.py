@@ -46,7 +46,6 @@ from mpistrategy.reduction.transfer import (
     Targets,
     Transfer,
     Way,
-    own_dtype,
     packs_of,
 )
 
@@ -231,7 +230,7 @@ _ALONE_BYTES = 8 * 2**20
 def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: float) -> tuple[Pack, ...]:
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
     alone_bytes = None if num_packs >= 1 else _ALONE_BYTES
-    return packs_of(layouts, bytes_per_pack, num_packs, own_dtype, alone_bytes, GPU_ALIGNMENT)
+    return packs_of(layouts, bytes_per_pack, num_packs, None, alone_bytes, GPU_ALIGNMENT)
 
 
 @dataclass
@@ -378,9 +377,7 @@ def _views(pack: Pack, bucket: DeviceArray) -> list[DeviceArray]:
     """Return the results of a pack: views of its bucket, and copies of numbers, which would keep all of a large one."""
     make, kind, itemsize = type(bucket), bucket.dtype.type, bucket.dtype.itemsize  # CuPy is quicker with a type
     views = [make(member.shape, kind, bucket.data + member.start * itemsize) for member in pack.members]
-    if bucket.size <= FEW_ELEMENTS:
-        return views
-    return [view.copy() if view.size == 1 else view for view in views]
+    return [view.copy() if view.size == 1 and bucket.size > FEW_ELEMENTS else view for view in views]
 
 
 # ----------------------------------------------------------------------------------------- broadcasts and gathers

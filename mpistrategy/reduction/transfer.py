@@ -141,7 +141,7 @@ def packs_of(
     layouts: tuple[Layout, ...],
     bytes_per_pack: float = 0,
     num_packs: float = 0,
-    wire: _Wire = host_wire_dtype,
+    wire: _Wire | None = host_wire_dtype,
     alone_bytes: float | None = None,
     alignment: int = 1,
 ) -> tuple[Pack, ...]:
@@ -151,13 +151,13 @@ def packs_of(
         layouts: dtype and shape of each array.
         bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
         num_packs: split each dtype's bytes into about so many packs instead, 0 means bytes_per_pack decides.
-        wire: returns the dtype in which an array of a dtype travels.
+        wire: returns the dtype in which an array of a dtype travels; None: in its own.
         alone_bytes: arrays of so many bytes and more travel by themselves; None: all are packed.
         alignment: each array begins at a multiple of so many bytes: in GPU memory of 16, which kernels move at a time.
     """
     groups: dict[tuple[np.dtype[Any], int | None], list[int]] = {}
     for index, (own_dtype, shape) in enumerate(layouts):
-        dtype = wire(own_dtype)
+        dtype = own_dtype if wire is None else wire(own_dtype)
         is_large = alone_bytes is not None and prod(shape) * dtype.itemsize >= alone_bytes
         groups.setdefault((dtype, index if is_large else None), []).append(index)
     packs: list[Pack] = []
@@ -176,11 +176,6 @@ def packs_of(
             members.append(Member(index, start, start + count, layouts[index][1]))
         packs.append(Pack(dtype, members[-1].stop, tuple(members)))
     return tuple(packs)
-
-
-def own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of the packs of arrays that travel as they are."""
-    return dtype
 
 
 def dtypes_of_results(layouts: tuple[Layout, ...], op: ReduceOp) -> list[np.dtype[Any]]:

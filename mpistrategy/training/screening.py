@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import NonFinite
-from mpistrategy.reduction.transfer import layouts_of, own_dtype, packs_of
+from mpistrategy.reduction.transfer import layouts_of, packs_of
 from mpistrategy.training.plans import StepPlan
 
 #: One array for each dtype, however many bytes.
@@ -93,7 +93,7 @@ def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
     numbers = [number for number, array in enumerate(arrays) if is_on_device(array)]
     on_gpu = [arrays[number] for number in numbers]
     with on_device_of_any(on_gpu):
-        for pack in packs_of(layouts_of(on_gpu), _ANY_BYTES, wire=own_dtype):
+        for pack in packs_of(layouts_of(on_gpu), _ANY_BYTES, wire=None):
             together.append(cupy_for("gradients in GPU memory").empty(pack.size, pack.dtype))
             fill(pack, on_gpu, together[-1])
             for index, view in pack.views(together[-1]):
