@@ -310,7 +310,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ranks = config.stash[RANKS]
     _mark_further_jobs(items)
     if ranks.size > 1:
-        _drop(config, items, lambda item: _is_of_one_rank(item) or _starts_jobs(item))
+        marks = {item: {mark.name for mark in item.iter_markers()} & {"one_rank", "mpi"} for item in items}
+        _drop(config, items, lambda item: marks[item] == {"one_rank"} or _starts_jobs(item))
     elif config.option.second_mpi:
         _drop(config, items, lambda item: item.get_closest_marker("each_mpi") is None)
     for item in items:
@@ -327,10 +328,6 @@ def _mark_further_jobs(items: Sequence[pytest.Item]) -> None:
         if table in begun:
             item.add_marker(pytest.mark.slow)
         begun.add(table)
-
-
-def _is_of_one_rank(item: pytest.Item) -> bool:
-    return item.get_closest_marker("one_rank") is not None and item.get_closest_marker("mpi") is None
 
 
 def _starts_jobs(item: pytest.Item) -> bool:

@@ -51,7 +51,7 @@ def of_class(name: str, kind: type) -> Iterator[str]:
     yield f"class {name}({', '.join(bases)})"
     if issubclass(kind, enum.Enum):
         yield from (f"{name}.{member} = {kind[member].value!r}" for member in kind.__members__)
-    elif "__init__" in vars(kind) and not is_protocol(kind):
+    elif "__init__" in vars(kind) and not getattr(kind, "_is_protocol", False):
         yield from of_function(name, kind)
     for member in sorted(members(kind) - (set(kind.__members__) if issubclass(kind, enum.Enum) else set())):
         value = inspect.getattr_static(kind, member, None)
@@ -77,11 +77,6 @@ def of_function(name: str, value: Any) -> Iterator[str]:
 def is_public(kind: type) -> bool:
     """Return whether a module names the class in its `__all__`."""
     return any(getattr(module, kind.__name__, None) is kind and kind.__name__ in module.__all__ for module in MODULES)
-
-
-def is_protocol(kind: type) -> bool:
-    """Return whether a class is a Protocol."""
-    return bool(getattr(kind, "_is_protocol", False))
 
 
 def members(kind: type) -> set[str]:

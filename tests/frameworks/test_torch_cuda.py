@@ -132,10 +132,6 @@ def test_a_work_lets_another_stream_wait() -> None:
     assert (found == SIZE * (SIZE + 1) / 2).all()
 
 
-def by_ddp(model: Any) -> Any:
-    return torch.nn.parallel.DistributedDataParallel(model)
-
-
 def by_fsdp(model: Any) -> Any:
     fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
@@ -150,7 +146,7 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@pytest.mark.parametrize("wrap", [by_ddp, by_fsdp])
+@pytest.mark.parametrize("wrap", [torch.nn.parallel.DistributedDataParallel, by_fsdp])
 def test_a_wrapped_model_trains_as_one_process_with_all_rows(wrap: Callable[[Any], Any]) -> None:
     torch.manual_seed(0)
     alone = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))

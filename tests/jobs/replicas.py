@@ -93,10 +93,6 @@ def expected(op: str, arrays: Sequence[Array]) -> Array:
     return np.asarray(total / dtype.type(len(arrays)))
 
 
-def _big_endian(array: Array) -> Array:
-    return array if array.dtype == BFLOAT16 else array.astype(array.dtype.newbyteorder(">"))
-
-
 def _every_second(array: Array) -> Array:
     wide = np.zeros((*array.shape, 2), array.dtype)
     wide[..., 0] = array
@@ -123,7 +119,7 @@ LAYOUTS: list[Callable[[Array], Array]] = [
     np.asfortranarray,
     _every_second,
     lambda array: np.flip(np.flip(array).copy()),  # negative strides
-    _big_endian,
+    lambda array: array if array.dtype == BFLOAT16 else array.astype(array.dtype.newbyteorder(">")),
     _read_only,
     unaligned,
 ]

@@ -25,10 +25,6 @@ def _in_order(objects: Iterable[Any], wrong: bool) -> list[Any]:
     return list(objects)[:: -1 if wrong else 1]
 
 
-def _assign(p: Program, variables: Iterable[Any]) -> None:
-    p.step(lambda _: [variable.assign(np.ones(3)) for variable in variables] and None)
-
-
 def _apply(p: Program, optimizer: Any, *pairs: Any) -> None:
     p.step(lambda _: optimizer.apply_gradients(pairs))
 
@@ -69,7 +65,9 @@ REPORTED: dict[str, Mistake] = {
     "named variables in another order": lambda p, wrong: [
         _new(p, name=name) for name in _in_order(("first", "second"), wrong)
     ],
-    "assignments swapped between two variables": lambda p, wrong: _assign(p, _in_order(_variables(p), wrong)),
+    "assignments swapped between two variables": lambda p, wrong: p.step(
+        lambda _: [variable.assign(np.ones(3)) for variable in _in_order(_variables(p), wrong)] and None
+    ),
     "pairs in another order": lambda p, wrong: _apply(p, _sgd(p), *_in_order((_pair(p), _pair(p, 1)), wrong)),
     "one variable missing": lambda p, wrong: _apply(p, _sgd(p), *[_pair(p), _pair(p, 1)][: 1 if wrong else 2]),
     "another variable": lambda p, wrong: _apply(p, _sgd(p), _pair(p, 1 if wrong else 0)),

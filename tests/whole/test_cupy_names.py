@@ -99,10 +99,6 @@ def test_the_extras_ask_for_a_cupy_that_was_looked_at(cupy: Any) -> None:
     assert all(version in extra.specifier for extra in extras)
 
 
-def asks_for_a_gpu(test: ast.FunctionDef) -> bool:
-    return "cupy" in {argument.arg for argument in test.args.args} or "needs_gpu" in ast.unparse(test.decorator_list)
-
-
 def test_no_test_that_asks_for_a_gpu_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU it is skipped: what no row of the lane runs, nobody runs."""
     tests, lane = Path(__file__).parents[1], Path(__file__).parents[2] / "scripts" / "gpu"
@@ -112,7 +108,15 @@ def test_no_test_that_asks_for_a_gpu_is_forgotten(monkeypatch: pytest.MonkeyPatc
     for path in sorted(tests.rglob("test_*.py")):
         file, text = str(path.relative_to(tests)), path.read_text(encoding="utf-8")
         functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-        asking = {f"{file}::{each.name}" for each in functions if each.name[:4] == "test" and asks_for_a_gpu(each)}
+        asking = {
+            f"{file}::{test.name}"
+            for test in functions
+            if test.name[:4] == "test"
+            and (
+                "cupy" in {argument.arg for argument in test.args.args}
+                or "needs_gpu" in ast.unparse(test.decorator_list)
+            )
+        }
         if "cupy_or_skip" in text and not asking and not any(name.startswith(file) for name in run):
             asking.add(file)
         forgotten += [name for name in asking if {name, file}.isdisjoint(run)]
