@@ -118,11 +118,10 @@ class Reduction(dist.Work):  # type: ignore[misc]
 
     def __init__(self, background: Background, job: Future[Any], tensors: Sequence[Any]) -> None:
         super().__init__()
-        self._background, self._job = background, job
-        #: It holds the tensors after an error, too: torch ends the process over an exception in a future.
-        self._future: Any = torch.futures.Future()
-        future = self._future  # the job does not keep this object, which keeps the job
-        job.add_done_callback(lambda _: future.set_result(tensors))
+        # It holds the tensors after an error, too: torch ends the process over an exception in a future.
+        future: Any = torch.futures.Future()
+        job.add_done_callback(lambda _: future.set_result(tensors))  # the job keeps this, not the object that keeps it
+        self._background, self._job, self._future = background, job, future
 
     def get_future(self) -> Any:
         """Return the future of the results."""
@@ -535,6 +534,12 @@ def _make(options: Any, _: Any) -> Any:
     return group
 
 
+@functools.cache
+def _strategy_of_all() -> Strategy:
+    """Return the strategy of all default groups that are given none."""
+    return MirroredStrategy()
+
+
 def _chosen_strategy() -> Strategy:
     """Return the strategy whose ranks the next default group has."""
     if dist.is_torchelastic_launched():
@@ -544,9 +549,8 @@ def _chosen_strategy() -> Strategy:
             expected="ranks of MPI",
             fix="Start it with `mpiexec -n 4 python program.py`, or with srun: torchrun is not needed.",
         )
-    strategy = _pending.pop() if _pending else MirroredStrategy()
-    communicator = strategy.extended.communicator
-    if isinstance(communicator, Alone) or communicator.is_simulated:
+    strategy = _pending.pop() if _pending else _strategy_of_all()
+    if isinstance(strategy.extended.communicator, Alone) or strategy.extended.communicator.is_simulated:
         raise ContextError.at(
             _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
         )
