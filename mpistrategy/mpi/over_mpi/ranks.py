@@ -312,9 +312,10 @@ class MpiRanks(Ranks):
             blocking(*arguments)
 
     def _finish(self, requests: list[MPI.Request], memory: object) -> None:
-        """Wait for messages; their memory stays if this rank leaves them."""
+        """Wait for messages; where errors are contained, this rank may leave them, and their memory stays."""
+        done = MPI.Request.Testall if self.guard.contains_errors else MPI.Request.Waitall
         self.under_way.append(memory)
-        while not MPI.Request.Testall(requests):
+        while not done(requests):
             self.guard.look()
             os.sched_yield()
         self.under_way.pop()

@@ -86,11 +86,10 @@ def test_among_the_data(contained: ms.Strategy) -> None:
     check_all_hear(contained, step, "return", "allreduce")
 
 
-@several
-def test_before_a_gather_on_one_node() -> None:
-    """The others are in a call of MPI."""
-    with ms.MirroredStrategy(on_error="raise") as strategy:
-        check_all_hear(strategy, lambda: context().all_gather(np.ones(100_000), 0), "call", "_call")
+def test_in_the_search_for_a_plan() -> None:
+    """The exception of a handler is none of a value without a plan."""
+    with raising(TimeoutError("the alarm"), "call", "kind_of"):
+        pytest.fail(f"lost: {ms.OneDeviceStrategy('CPU:0').reduce('SUM', 1.0)}")
 
 
 @several
