@@ -421,8 +421,15 @@ class Reducer:
                 if in_place:
                     write(results, arrays)
                 return arrays if in_place else results
-        paths, targets = lambda: [""] * len(arrays), arrays if in_place else None
-        results = self.all_reduce_leaves(call, op, arrays, paths, options=options, targets=targets, is_batch=False)
+        results = self.all_reduce_leaves(
+            call,
+            op,
+            arrays,
+            lambda: [""] * len(arrays),
+            options=options,
+            targets=arrays if in_place else None,
+            is_batch=False,
+        )
         return [result if is_on_device(result) else np.asarray(result) for result in results]
 
     def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], *, on_gpu: bool = False) -> ArraysPlan | None:
