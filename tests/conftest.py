@@ -310,8 +310,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ranks = config.stash[RANKS]
     _mark_further_jobs(items)
     if ranks.size > 1:
-        marks = {item: {mark.name for mark in item.iter_markers()} & {"one_rank", "mpi"} for item in items}
-        _drop(config, items, lambda item: marks[item] == {"one_rank"} or _starts_jobs(item))
+        _drop(
+            config,
+            items,
+            lambda item: (
+                {"one_rank"} == {"one_rank", "mpi"}.intersection(mark.name for mark in item.iter_markers())
+                or _starts_jobs(item)
+            ),
+        )
     elif config.option.second_mpi:
         _drop(config, items, lambda item: item.get_closest_marker("each_mpi") is None)
     for item in items:

@@ -158,7 +158,7 @@ def test_no_batches_on_any_rank(strategy: ms.MirroredStrategy) -> None:
     ("batches", "kind", "others", "words"),
     [
         (map(int, ["no number"] if ODD else []), Exception, errors.RemoteError, "no number"),
-        (type("", (), {"__iter__": lambda _: map(int, [[], "x"][ODD])})(), Exception, errors.RemoteError, "'x'"),
+        (type("", (), {"__iter__": lambda _: iter([*map(int, "x" * ODD)])})(), Exception, errors.RemoteError, "'x'"),
         (iter([(np.zeros(2), np.zeros(2 + ODD))]), errors.BatchError, errors.BatchError, "(2,), (3,)"),
     ],
 )
