@@ -252,9 +252,9 @@ def on_device_of_any(arrays: Sequence[Any]) -> AbstractContextManager[Any]:
 
 
 def copy_of(array: Any) -> Any:
-    """Return a copy of a NumPy or CuPy array on the same device."""
+    """Return a copy of an array on the same device; of any library whose arrays can copy themselves."""
     with on_device_of(array):
-        return array.copy()
+        return array.clone() if library_of(array) == "torch" else array.copy()
 
 
 def host_array(value: Any, where: str = "a value", path: str = "") -> Array:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_kind_of, host_array, is_foreign, is_on_device, on_device_of
+from mpistrategy.arrays.convert import as_kind_of, copy_of, host_array, is_foreign, is_on_device, library_of
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import BatchError
 from mpistrategy.objects.other_names import NamesOurs, refuses
@@ -47,9 +47,8 @@ class Rows:
 
 def copied(block: Any) -> Any:
     """Return a copy of a block of rows: a step may write to it, and the source must not change."""
-    copy = getattr(block, "clone", None) or getattr(block, "copy", None)  # of tensors, and of other arrays
-    with on_device_of(block):
-        return np.array(block) if copy is None or isinstance(block, np.memmap) else copy()
+    can_copy = hasattr(block, "copy") or library_of(block) == "torch"
+    return copy_of(block) if can_copy and not isinstance(block, np.memmap) else np.array(block)
 
 
 class Dataset(NamesOurs, Generic[E]):

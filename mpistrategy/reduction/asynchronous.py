@@ -153,7 +153,7 @@ def start_all_reduce(
     if failure is not None:
         work = partial(_fail, where.guard, name, failure)
     elif begun is not None:
-        work = partial(begun.work, where, name, reducer.options.merge(options))
+        work = partial(begun.work, where, name)
     else:  # a reducer on the thread's communicator; it goes on with the present algorithm and options
         thread = reducer.cached(background, partial(Reducer, where, reducer.algorithm, reducer.options))
         work = partial(thread.run, _CALL, AllReduce, reduce_op, value, options, name, out)
@@ -283,7 +283,8 @@ class _Begun:
         route = reducer.plan_for(layouts_of(self._arrays), op, options, on_gpu=True)
         if not isinstance(route, GpuRoute):
             return
-        self._route, self._op, self._settings = route, op, reducer.algorithm._settings(options)
+        self._route, self._op, self._timeout_seconds = route, op, options.timeout_seconds
+        self._settings = reducer.algorithm._settings(options)
         self._device: Any = self._arrays[0].device
         with self._device:
             own_results = None if memory is None else route.direct(self._arrays, memory)
@@ -295,11 +296,11 @@ class _Begun:
             self._read = event_of_reads(components)
         self._sent_event: Any = None
 
-    def work(self, ranks: Ranks, name: str | None, options: CommunicationOptions) -> None:
+    def work(self, ranks: Ranks, name: str | None) -> None:
         """Agree, and combine the packed arrays; with the communicator of the thread."""
         with Call(ranks.guard, _CALL, name) as call, self._device:
             call.structure = self._structure.text
-            call.wait_as(options.timeout_seconds)
+            call.wait_as(self._timeout_seconds)
             chosen_path(ranks).check()
             values = tuple(map(layout_of, self._arrays))
             call.agree("reduce", op=self._op.value, values=values, destination=EVERY_RANK.text, options=self._settings)
