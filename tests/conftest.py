@@ -310,13 +310,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ranks = config.stash[RANKS]
     _mark_further_jobs(items)
     if ranks.size > 1:
+        _drop(config, items, _starts_jobs)
         _drop(
             config,
             items,
-            lambda item: (
-                {"one_rank"} == {"one_rank", "mpi"}.intersection(mark.name for mark in item.iter_markers())
-                or _starts_jobs(item)
-            ),
+            lambda item: item.get_closest_marker("one_rank") is not None and item.get_closest_marker("mpi") is None,
         )
     elif config.option.second_mpi:
         _drop(config, items, lambda item: item.get_closest_marker("each_mpi") is None)

@@ -105,9 +105,9 @@ def attributes(kind: type) -> dict[str, str]:
 @cache
 def of_source(kind: type) -> dict[str, str]:
     """Return the attributes that the source of a class sets, with their annotations."""
-    codes = [inspect.unwrap(value).__code__ for value in vars(kind).values() if inspect.isfunction(value)]
-    files = [code.co_filename for code in codes if Path(ms.__file__).parent in Path(code.co_filename).parents]
-    file = files[0] if files else inspect.getfile(kind)  # dataclasses generate functions without a file
+    files = (inspect.unwrap(value).__code__.co_filename for value in vars(kind).values() if inspect.isfunction(value))
+    # Dataclasses generate functions without a file of this package.
+    file = next((file for file in files if Path(ms.__file__).parent in Path(file).parents), inspect.getfile(kind))
     found: dict[str, str] = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
         if not (isinstance(node, ast.ClassDef) and node.name == kind.__name__):
