@@ -46,7 +46,7 @@ class Mode(enum.StrEnum):
     UPDATE = "update"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Frame:
     """One entered context.
 

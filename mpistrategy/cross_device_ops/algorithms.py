@@ -48,7 +48,7 @@ from mpistrategy.reduction.inputs import (
     ranks_of,
     resolve,
 )
-from mpistrategy.reduction.plan import Plan, summed, usual_route
+from mpistrategy.reduction.plan import plan_of, summed, usual_route
 from mpistrategy.reduction.reducer import Algorithm
 from mpistrategy.reduction.transfer import (
     CommunicatorRoute,
@@ -323,7 +323,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return how arrays are reduced; None where arrays in GPU memory are reduced on the host."""
         two_level.check_wire(options.wire)
         if not on_gpu:
-            return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
+            return plan_of(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
         if self._by_host:
             return None
         packs = gpu_packs(layouts, options.bytes_per_pack, self.num_packs)

@@ -15,7 +15,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import cupy_for, is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, quietly
 from mpistrategy.arrays.values import ArenaBase, contribution
 from mpistrategy.errors import (
     ContextError,
@@ -458,18 +458,18 @@ class InPlaceRoute(Transfer):
         own_results = self._results if self._writes_here else None
         return None if self._is_in_place else self._route.bring(self._own_arrays, own_results)
 
+    @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Combine the buckets on all nodes, and return the arrays with the results."""
-        with np.errstate(all="ignore"):
-            for share in self._shares:
-                share.combine()
-            for arguments in self._sent_sums:
-                across_nodes(self._ranks).in_place(*arguments)
-            if not self._is_in_place:
-                if self._is_one_result:
-                    self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
-                totals = self._route.run(self._own_arrays, memory)
-                write(totals if self._writes_here else [], self._results)
+        for share in self._shares:
+            share.combine()
+        for arguments in self._sent_sums:
+            across_nodes(self._ranks).in_place(*arguments)
+        if not self._is_in_place:
+            if self._is_one_result:
+                self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
+            totals = self._route.run(self._own_arrays, memory)
+            write(totals if self._writes_here else [], self._results)
         self._ranks.node_barrier()
         return self._results
 

@@ -156,6 +156,8 @@ def writable(targets: Sequence[Array]) -> bool:
 
 def unpacked(value: Any) -> Any:
     """Return a nest with this rank's components in place of containers with a component here."""
+    if isinstance(value, DistributedValues):
+        return own_part(value)
     leaves, structure = nest.flatten(value)
     if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
         return value

@@ -54,58 +54,59 @@ _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 # ------------------------------------------------------------------------------------------------- lists of arrays
 
 
-class Plan(Transfer):
-    """The reduction of arrays of certain layouts on the host, by one route.
+def plan_of(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, route: Transfer) -> Transfer:
+    """Return the reduction of arrays of certain layouts on the host by a route: the route, if its sums are the results.
 
     Args:
         ranks: the ranks that take part.
         layouts: dtype and shape of each array.
         op: how they are combined.
-        route: how they travel.
+        route: how they travel, as `summed` says.
+    """
+    route.layouts, results = layouts, dtypes_of_results(layouts, op)
+    left = [
+        None if host_wire_dtype(dtype) == dtype == result else op if dtype.kind in "iu" else ReduceOp.SUM
+        for (dtype, _), result in zip(layouts, results, strict=True)
+    ]
+    return Finished(route, results, left, ranks.size) if any(left) else route
 
-    Attributes:
-        route: the argument.
+
+class Finished(Transfer):
+    """The reduction of arrays of which some sums are not yet the results.
+
+    Args:
+        route: how they travel.
+        results: the dtype of each result.
+        left: for each array the operation that is left to do: a division of integers, a rounding (SUM), or None.
+        size: how many ranks take part.
     """
 
-    def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, route: Transfer) -> None:
-        self.route: Transfer = route
-        self.layouts = layouts
-        self._size = ranks.size
+    def __init__(self, route: Transfer, results: list[np.dtype[Any]], left: list[ReduceOp | None], size: int) -> None:
+        self.layouts = route.layouts
+        self._route, self._results, self._left, self._size = route, results, left, size
         self.least_in_place: int = route.least_in_place
-        self._results = dtypes_of_results(layouts, op)
         self.writes_targets: bool = route.writes_targets
-        #: For each array the operation that is left to do: a division of integers, a rounding (SUM), or None.
-        self._left = [
-            None if host_wire_dtype(dtype) == dtype == result else op if dtype.kind in "iu" else ReduceOp.SUM
-            for (dtype, _), result in zip(layouts, self._results, strict=True)
-        ]
-        self._is_exact = not any(self._left)
+        self.is_in_mailboxes: bool = route.is_in_mailboxes
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Take memory for the results, and prepare the route before the ranks agree on the call."""
-        if self._is_exact:
-            return self.route.bring(arrays, targets)
         rows = zip(targets or [None] * len(arrays), self.layouts, self._results, self._left, strict=True)
-        rooms = [None if op is None else _room(target, dtype, shape) for target, (_, shape), dtype, op in rows]
-        return rooms, self.route.bring(arrays, targets)
+        rooms = [
+            None if op is None else target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
+            for target, (_, shape), dtype, op in rows
+        ]
+        return rooms, self._route.bring(arrays, targets)
 
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the combinations of all ranks' arrays."""
-        if self._is_exact:
-            return self.route.run(arrays, memory)
-        rows = zip(self._left, memory[0], self.route.run(arrays, memory[1]), self.layouts, strict=True)
+        rows = zip(self._left, memory[0], self._route.run(arrays, memory[1]), self.layouts, strict=True)
         return [
             total if op is None else finish(total, dtype, op, self._size, room) for op, room, total, (dtype, _) in rows
         ]
 
     def describe(self, arrays: Sequence[Array]) -> list[tuple[Pack, Way]]:
         """Return the packs of the route, and how they travel."""
-        return self.route.describe(arrays)
-
-
-def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return the target of a result, or new memory."""
-    return target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
+        return self._route.describe(arrays)
 
 
 def summed(layouts: tuple[Layout, ...], op: ReduceOp) -> tuple[Layout, ...]:
@@ -113,9 +114,9 @@ def summed(layouts: tuple[Layout, ...], op: ReduceOp) -> tuple[Layout, ...]:
     return tuple((sum_dtype_of_mean(dtype), shape) for dtype, shape in layouts) if op is ReduceOp.MEAN else layouts
 
 
-def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
+def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Transfer:
     """Return the plan of arrays of these layouts, by the fastest route to every rank."""
-    return Plan(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
+    return plan_of(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
 def usual_route(

@@ -41,7 +41,6 @@ from mpistrategy.reduction.plan import (
     Compared,
     NestPlan,
     NumbersOfRanks,
-    Plan,
     checked_weight,
     kind_of,
     normalized,
@@ -49,7 +48,6 @@ from mpistrategy.reduction.plan import (
 )
 from mpistrategy.reduction.transfer import (
     Layout,
-    MailboxRoute,
     Targets,
     Transfer,
     counted,
@@ -305,9 +303,8 @@ class Reducer:
             plan: CallPlan | None = None
             if not call.structure:  # of a call around this one: other compared fields may change from call to call
                 try:
-                    site = general, call.where, call.place, call.name
-                    whither = None if out is None else general.kind_of_out(value, out)
-                    key = site, type(argument), argument, options, weight is None, kind_of(value), whither
+                    kinds = kind_of(value), None if out is None else general.kind_of_out(value, out), weight is None
+                    key = general, call.where, call.place, call.name, type(argument), argument, options, *kinds
                     plan = self._plans.get(key)
                 except (TypeError, ValueError, AttributeError, RecursionError, MpiStrategyError):
                     # Such as of a list that holds itself.  A handler's exception is another one, mostly, and must pass.
@@ -509,7 +506,7 @@ class WeightedMeans(Transfer):
         self._reducer, self._options = reducer, None if options == reducer.options else options
         ranks = reducer.communicator
         self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
-        is_small = isinstance(plan, Plan) and isinstance(plan.route, MailboxRoute)
+        is_small = plan is not None and plan.is_in_mailboxes
         rows = zip(self._results, layouts, strict=True)
         # The weight, and the arrays in the dtypes of their products with it.
         with_weight = (

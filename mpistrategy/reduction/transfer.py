@@ -210,6 +210,7 @@ class Transfer(ABC):
         writes_targets: whether `bring` takes targets.
         sparingly: whether `run` needs no barrier before it; see `Call.agree`.
         least_in_place: from how many bytes on results are best written over the arrays.
+        is_in_mailboxes: whether the arrays lie in the mailboxes, beside the check of the call.
         weight: of this rank's arrays, for weighted means; set before each call.
     """
 
@@ -220,6 +221,7 @@ class Transfer(ABC):
     writes_targets: bool = False
     sparingly: bool = True
     least_in_place: int = 0
+    is_in_mailboxes: bool = False
 
     def direct(self, arrays: Sequence[Array], targets: Sequence[Any]) -> Targets:
         """Return for each array the target itself where its result may be written there while others are read.
@@ -505,6 +507,8 @@ def _arrays_in(memory: Array, layouts: tuple[Layout, ...]) -> list[Array]:
 class MailboxRoute(Transfer):
     """The route of arrays that fit into a mailbox."""
 
+    is_in_mailboxes = True
+
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self._mailboxes = mailboxes
         self._combine: Combine = COMBINE[op._on_the_wire]
@@ -537,25 +541,25 @@ class MailboxRoute(Transfer):
             view[...] = arrays[index]
         return [np.empty(pack.size, pack.dtype) if targets is None else pack.room(targets) for pack in self.packs]
 
+    @quietly
     def run(self, arrays: Sequence[Any], memory: list[Array]) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * len(arrays)
         combine, operands = self._combine, self._operands[self._mailboxes.sequence & 1]
-        with np.errstate(all="ignore"):
-            # `strict` would take as long as a sum.
-            for (pack, parts, rows, quotient), result in zip(operands, memory):  # noqa: B905
-                total = result if result.ndim == 1 else result.reshape(-1)
-                sums = total if quotient is None or quotient[2] is None else quotient[2]
-                if rows is not None:
-                    combine_rows(combine, rows, sums)
-                else:
-                    combine(parts[0], parts[1], out=sums)
-                    for part in parts[2:]:
-                        combine(sums, part, out=sums)
-                if quotient is not None:
-                    divide, operand, _ = quotient
-                    divide(sums, operand, total)
-                pack.unpack(result, results)
+        # `strict` would take as long as a sum.
+        for (pack, parts, rows, quotient), result in zip(operands, memory):  # noqa: B905
+            total = result if result.ndim == 1 else result.reshape(-1)
+            sums = total if quotient is None or quotient[2] is None else quotient[2]
+            if rows is not None:
+                combine_rows(combine, rows, sums)
+            else:
+                combine(parts[0], parts[1], sums)
+                for part in parts[2:]:
+                    combine(sums, part, sums)
+            if quotient is not None:
+                divide, operand, _ = quotient
+                divide(sums, operand, total)
+            pack.unpack(result, results)
         return results
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:

@@ -51,21 +51,23 @@ class FlatUpdate:
 
     def __init__(self, parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> None:
         flat, beside = parameter.reshape(-1), {name: slot.reshape(-1) for name, slot in slots.items()}
+        pieces = chunks(0, flat.size, chunk_size(flat.dtype))
+        #: Each piece of the gradient, None for all of it, and what a step changes there.
         self._chunks = [
             (
-                piece,
+                piece if len(pieces) > 1 else None,
                 flat[piece],
                 {name: slot[piece] for name, slot in beside.items()},
                 scratch_of(scratch, flat.dtype, piece.stop - piece.start)[:SCRATCH_ARRAYS],
             )
-            for piece in chunks(0, flat.size, chunk_size(flat.dtype))
+            for piece in pieces
         ]
 
-    def run(self, kernel: Kernel, gradients: Sequence[Array]) -> None:
+    def run(self, kernel: Kernel, gradient: Array) -> None:
         """Make one step with a gradient that has the variable's shape and dtype, and shares no memory with it."""
-        flat = gradients[0].reshape(-1)
+        flat = gradient if gradient.ndim == 1 else gradient.reshape(-1)
         for piece, parameter, slots, scratch in self._chunks:
-            kernel(parameter, flat[piece], slots, scratch)
+            kernel(parameter, flat if piece is None else flat[piece], slots, scratch)
 
 
 class ChangedMemory:

@@ -331,9 +331,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             self.latest_path, trouble = "sliced", ""
         else:
             rows: dict[int, Array] = {}
-            self.latest_path, dense, originals = "buckets", totals, None  # buckets have been overwritten
+            self.latest_path = "plain" if totals is None else "buckets"
+            dense, originals = totals, None if totals is not None else gradients  # buckets have been overwritten
             if dense is None:
-                self.latest_path, originals = "plain", gradients
                 dense, rows = self._reduced(plan, gradients, arrays, call)
             reduced, trouble = screened(dense, plan, originals, call, clip=self.global_clipnorm, policy=self.nonfinite)
             if trouble and self.nonfinite == "skip":
@@ -391,8 +391,10 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         if plan.sparse != rows.keys():
             plan.use([*map(self.slots_of, plan.variables)], self._scratch, rows.keys())
         if kernel is not None:
-            for numbers, update in plan.updates:
-                update.run(kernel, [totals[number] for number in numbers])
+            for number, update in plan.updates:
+                update.run(kernel, totals[number])
+            for numbers, fused in plan.fused:
+                fused.run(kernel, [totals[number] for number in numbers])
         for number in range(len(totals)) if kernel is None else plan.singles:
             with cross_replica(plan.strategy):
                 var = plan.variables[number]
@@ -402,7 +404,8 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     def _formula(self) -> Kernel | None:
         """Return the next step as a kernel; None where `change` or `update` is overridden, and is called instead."""
         methods = {"_kernel", "change", "update"}
-        nearest = next(names for names in (vars(self), *map(vars, type(self).__mro__)) if methods & names.keys())
+        owners = map(vars, (self, *type(self).__mro__))
+        nearest = next(names for names in owners if not names.keys().isdisjoint(methods))
         return self._kernel() if "_kernel" in nearest else None
 
     def _kernel(self) -> Kernel | None:

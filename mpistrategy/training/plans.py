@@ -48,7 +48,8 @@ class StepPlan:
         sliced: the sliced step of ordinary gradients; None where there is none.
         reduction: how ordinary gradients are reduced otherwise; None where the strategy is asked.
         reduces_nothing: whether ordinary gradients are their own reduction: of one replica.
-        updates: how kernels update this rank's copies: the numbers of variables, and the update of them together.
+        updates: how kernels update this rank's copies: the number of each variable, and its update.
+        fused: the numbers of variables that are updated together, and the update of them.
         singles: the numbers of the variables that `Optimizer.update` updates one by one.
         sparse: the numbers, of `singles`, of variables of which only some rows change.
         changed: the memory of the variables and their slots.
@@ -97,7 +98,8 @@ class StepPlan:
         arrays = [var._storage for var in self.variables]
         everything = [*arrays, *(slot for entry in memory for slot in entry.values())]
         self.changed: ChangedMemory = ChangedMemory(everything)
-        self.updates: list[tuple[list[int], FlatUpdate | FusedUpdate]] = []
+        self.updates: list[tuple[int, FlatUpdate]] = []
+        self.fused: list[tuple[list[int], FusedUpdate]] = []
         self.singles: list[int] = []
         self.sparse: Set[int] = sparse
         are_apart = len({*map(id, arrays)}) == len(arrays)
@@ -110,10 +112,10 @@ class StepPlan:
             elif is_fused:
                 together.setdefault(array.dtype, []).append(number)
             else:
-                self.updates.append(([number], FlatUpdate(array, memory[number], scratch)))
+                self.updates.append((number, FlatUpdate(array, memory[number], scratch)))
         for numbers in together.values():
             fused = FusedUpdate([arrays[number] for number in numbers], [memory[number] for number in numbers])
-            self.updates.append((numbers, fused))
+            self.fused.append((numbers, fused))
 
     def ordinary(self, gradients: Sequence[Any], where: str) -> Sequence[Array] | None:
         """Return gradients as arrays of their variables' dtypes and place; None where they need another reduction.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import cupy_for, host_array, is_on_device, on_device_of_any
-from mpistrategy.arrays.dtypes import Array, wire_dtype
+from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import NonFiniteError
 from mpistrategy.gradients import global_norm, scale_for, scaled_by
@@ -101,15 +101,13 @@ def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
     return together, copies
 
 
+@quietly
 def all_finite(array: Array) -> bool:
     """Return whether all numbers of a floating or complex array are finite; usually without a temporary array."""
-    with np.errstate(all="ignore"):
-        # A sum with an infinity or NaN is not finite.  A sum of large numbers may overflow: each is checked then.
-        wide = wire_dtype(array.dtype)
-        total = array.sum(dtype=wide) if is_on_device(array) else np.add.reduce(array, axis=None, dtype=wide)
-        if np.isfinite(total):
-            return True
-    return bool(np.isfinite(array).all())
+    # A sum with an infinity or NaN is not finite.  A sum of large numbers may overflow: each is checked then.
+    wide = wire_dtype(array.dtype)
+    total = array.sum(dtype=wide) if is_on_device(array) else np.add.reduce(array, axis=None, dtype=wide)
+    return bool(np.isfinite(total) or np.isfinite(array).all())
 
 
 def _of_ranks(ranks: Ranks, gradient: Any) -> str:

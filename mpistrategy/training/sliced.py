@@ -224,7 +224,7 @@ class SlicedStep:
                     np.add(total, part, out=total)
                 if mean:
                     divide_by(size, total)
-            chunk.update.run(kernel, [total])
+            chunk.update.run(kernel, total)
             for source, target in chunk.copies:
                 target[...] = source
         self._ranks.node_barrier()

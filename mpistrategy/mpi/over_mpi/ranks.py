@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.arrays.dtypes import COMBINE, Array, quietly
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel
@@ -388,9 +388,9 @@ def operation(op: str, dtype: np.dtype[Any]) -> MPI.Op:
     if dtype.kind != "f" if op in ("MIN", "MAX") else dtype.kind not in "iu" or dtype.itemsize >= 4:
         return {"SUM": MPI.SUM, "PROD": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}[op]
 
+    @quietly
     def combined(source: Any, target_buffer: Any, datatype: MPI.Datatype) -> None:
         target = np.frombuffer(target_buffer, dtype)
-        with np.errstate(all="ignore"):
-            combine(np.frombuffer(source, dtype), target, out=target)
+        combine(np.frombuffer(source, dtype), target, out=target)
 
     return MPI.Op.Create(combined, commute=True)
