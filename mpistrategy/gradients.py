@@ -135,7 +135,7 @@ def _rows_added(gradient: Any, where: str) -> Any:
 def scaled_by(arrays: Sequence[Array], scale: float) -> list[Array]:
     """Return arrays times a number, in their dtypes."""
     with on_device_of_any(arrays):
-        return [(array * scale).astype(array.dtype, copy=False) for array in arrays]
+        return [(_widened(array) * scale).astype(array.dtype, copy=False) for array in arrays]
 
 
 _WHERE = "GradientAccumulator.add"
@@ -187,6 +187,7 @@ class GradientAccumulator(Kept, Settable):
             ContextError: in a function that JAX traces.
         """
         refuse_in_jax_trace("GradientAccumulator.add")
+        gradients = list(gradients)
         checked = [None if gradient is None else _checked(gradient, _WHERE) for gradient in gradients]
         terms = [
             None if gradient is None else _with_values(gradient, _widened(_values(gradient))) for gradient in checked
@@ -200,7 +201,11 @@ class GradientAccumulator(Kept, Settable):
             )
         old_dtypes = self._dtypes if self._count else [None] * len(terms)
         dtypes = [
-            dtype if gradient is None else _values(gradient).dtype
+            dtype
+            if gradient is None
+            else _values(gradient).dtype
+            if dtype is None
+            else np.promote_types(dtype, _values(gradient).dtype)
             for gradient, dtype in zip(checked, old_dtypes, strict=True)
         ]
         self._sums, self._dtypes = [*map(_sum, before, terms)], dtypes

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import host_array
+from mpistrategy.arrays.convert import to_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
@@ -156,8 +156,8 @@ class Accuracy(Mean):
         Raises:
             ShapeError: when there is not one prediction for each label.
         """
-        labels, predictions = host_array(labels), host_array(predictions)
         where = "Accuracy.update_state"
+        labels, predictions = to_array(labels, where), to_array(predictions, where)
         if predictions.ndim == labels.ndim + 1 and predictions.shape[-1] > 1:
             predictions = predictions.argmax(axis=-1)
         elif predictions.dtype.kind == "f" and not np.array_equal(predictions, np.rint(predictions)):
@@ -179,8 +179,8 @@ class Accuracy(Mean):
 def _real(value: Any, where: str) -> Array:
     refuse_in_jax_trace(where)
     try:
-        array = host_array(value)
-        if array.dtype.kind in "OSUc":
+        array = to_array(value, where)
+        if array.dtype.kind in "SUcmM" or array.dtype.names:
             raise TypeError(f"dtype {array.dtype}")
         return array.astype(np.float64)
     except (TypeError, ValueError) as error:

@@ -95,11 +95,12 @@ def checked_gradient(gradient: Any, var: Variable, where: str) -> Any:
     else:
         part = values = reducible(part, where)
         shape = values.shape
-    if values.dtype.kind == "c" and var.dtype.kind != "c":
+    may_wrap = values.dtype.kind in "biu" and values.dtype.itemsize < 8
+    if may_wrap or (values.dtype.kind == "c" and var.dtype.kind != "c"):
         raise DTypeError.at(
             where,
             found=f"a gradient of dtype {dtype_name(values.dtype)} for {var.name!r}",
-            expected=f"a real dtype, as the variable's {dtype_name(var.dtype)}",
+            expected=f"a dtype that can hold its sum, such as the variable's {dtype_name(var.dtype)}",
         )
     if shape != var.shape:
         raise ShapeError.at(

@@ -52,7 +52,8 @@ class GradientBuckets:
         bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
 
     Attributes:
-        values: the arrays to write the gradients into, like the variables.
+        values: the arrays to write the gradients into, like the variables.  From `ready` on they are the buckets'
+            own: after the step they hold this rank's gradients, or the reduced ones.
         variables: the variables.
         op: SUM or MEAN.
         starts_early: whether buckets are reduced before `apply_gradients`.
@@ -76,7 +77,16 @@ class GradientBuckets:
         self.reset()
 
     def __iter__(self) -> Iterator[tuple[Array, Variable]]:
-        """Yield the pairs that `Optimizer.apply_gradients` takes."""
+        """Yield the pairs that `Optimizer.apply_gradients` takes, before `ready`."""
+        if self._ready:
+            raise OptionError.at(
+                "GradientBuckets",
+                found="a loop over gradients that are ready, and may be reduced already",
+                expected="apply_gradients(buckets)",
+            )
+        return self._pairs()
+
+    def _pairs(self) -> Iterator[tuple[Array, Variable]]:
         return zip(self.values, self.variables, strict=True)
 
     def ready(self, which: Variable | int) -> None:

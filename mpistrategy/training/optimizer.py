@@ -9,6 +9,7 @@ rank reduces and updates its share of every copy (`training.sliced`).  Both upda
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any, ClassVar, cast
 
@@ -177,6 +178,10 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
         return dict(self._slots[id(var)][1]) if id(var) in self._slots else {}
 
+    def _wanted_slots(self, plan: StepPlan) -> list[dict[str, Variable]]:
+        """Return the slots that a step uses, in one order; a variable may have others, of earlier steps."""
+        return [{name: self._slots[id(var)][1][name] for name in self.slot_values} for var in plan.variables]
+
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The optimizer's own variables: the step counter, once there is one, and all slots."""
@@ -187,7 +192,8 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         """Return an arena for the gradients of `variables`: a step does not copy gradients in it.  Collective.
 
         Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
-        ``arena.values[i]`` and the i-th variable.  A step does not change them.
+        ``arena.values[i]`` and the i-th variable.  A step does not change them.  A step with other gradients of these
+        variables may write those there.
 
         Args:
             variables: variables of one strategy.  The same variables in the same order always have the same arena.
@@ -272,29 +278,34 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         where = f"{type(self).__name__}.apply_gradients"
         strategy: Any = required_context(where).strategy
         with Call(strategy.extended.communicator.guard, where, name) as call:
-            gradients, plan = find_plan(self._plans, grads_and_vars, strategy, where)
-            arrays = plan.ordinary(gradients, where)
-            call.step = 0 if self.iterations is None else int(self.iterations._storage)
-            if self.schedule is not None:
-                setting.follow(self, self.schedule, call.step)
-            call.structure = f"{self._settings()} for {plan.text}"
-            totals = None
-            if isinstance(grads_and_vars, GradientBuckets):
-                totals = grads_and_vars._reduced_early(self.aggregation, call)
-            trouble = self._step(plan, gradients, arrays, totals, call)
-            self._calls += 1
-            if self.mirrored_check_steps and self._calls % self.mirrored_check_steps == 0:
-                slotted = [var for var, _ in self._slots.values()]
-                if mirrored := [var for var in (*slotted, *self.variables) if is_mirrored(var)]:
-                    strategy.assert_mirrored(mirrored)
-            number = self.next_step() - 1 if trouble else 0
+            try:
+                buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None
+                pairs = grads_and_vars if buckets is None else buckets._pairs()
+                gradients, plan = find_plan(self._plans, pairs, strategy, where)
+                arrays = plan.ordinary(gradients, where)
+                call.step = 0 if self.iterations is None else int(self.iterations._storage)
+                if self.schedule is not None:
+                    setting.follow(self, self.schedule, call.step)
+                call.structure = f"{self._settings()} for {plan.text}"
+                totals = None if buckets is None else buckets._reduced_early(self.aggregation, call)
+                trouble = self._step(plan, gradients, arrays, totals, call)
+                self._calls += 1
+                if self.mirrored_check_steps and self._calls % self.mirrored_check_steps == 0:
+                    slotted = [var for var, _ in self._slots.values()]
+                    if mirrored := [var for var in (*slotted, *self.variables) if is_mirrored(var)]:
+                        strategy.assert_mirrored(mirrored)
+                number = self.next_step() - 1 if trouble else 0
+            except BaseException:
+                self._plans.clear()  # some ranks may have prepared their next step, and others not
+                raise
         # After the call, since the program may make the warning an error; on replica 0.
         if trouble and self.nonfinite == "warn" and strategy.replica_id_in_sync_group == 0:
             warn(f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {number})", NonFiniteWarning)
 
     def _settings(self) -> str:
         """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""
-        settings = (*map(vars(self).get, self._declared), self.nonfinite, self.aggregation)
+        declared = map(getattr, repeat(self), self._declared, repeat(None))
+        settings = (*declared, self.nonfinite, self.aggregation)
         old_settings, words = self._latest_words
         if not (old_settings and all(map(is_, old_settings, settings))):
             numbers = {
@@ -316,11 +327,11 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             call: the call that all ranks make.
         """
         # A setting may want slots that earlier steps did not want: a momentum that was 0.
-        if self.iterations is None or plan.slot_names is None or not self.slot_values.keys() <= plan.slot_names:
+        if self.iterations is None or plan.slot_names is None or self.slot_values.keys() != plan.slot_names:
             with cross_replica(plan.strategy):
                 self._step_counter()
                 self._make_slots(plan.variables)
-            plan.use([*map(self.slots_of, plan.variables)], self._scratch)
+            plan.use(self._wanted_slots(plan), self._scratch)
             plan.key = None
             call.expect_more()
         kernel = self._formula() if plan.is_usual else None
@@ -352,7 +363,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         key = (kernel is None, screens, self.aggregation, reducer.changes)
         if (*key, len(self._arenas)) == plan.key:
             return
-        plan.sliced, slots = None, [*map(self.slots_of, plan.variables)]
+        plan.sliced, slots = None, self._wanted_slots(plan)
         size, works_in_place = extended.communicator.size, reducer.algorithm._works_in_place
         is_usual = kernel is not None and not screens and works_in_place
         if is_usual and can_be_sliced(plan.strategy, plan.variables, slots):
@@ -362,7 +373,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             if gradients is not None and gradients.arena.is_shared:
                 plan.sliced = SlicedStep(plan.strategy, gradients, plan.variables, slots, self._scratch)
             call.expect_more()
-        plan.reduces_nothing = plan.is_on_host and size == 1 and works_in_place
+        plan.reduces_nothing = plan.is_on_host and size == 1 and works_in_place and kernel is not None
         needs_reduction = plan.sliced is None and not plan.reduces_nothing
         plan.reduction = (
             reducer.plan_of_arrays(self.aggregation, plan.layouts, on_gpu=plan.is_on_gpu) if needs_reduction else None
@@ -389,7 +400,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     ) -> None:
         """Update all of this rank's copies; of some variables only these rows."""
         if plan.sparse != rows.keys():
-            plan.use([*map(self.slots_of, plan.variables)], self._scratch, rows.keys())
+            plan.use(self._wanted_slots(plan), self._scratch, rows.keys())
         if kernel is not None:
             for number, update in plan.updates:
                 update.run(kernel, totals[number])
