@@ -40,7 +40,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a name that is the same on every rank: ``float32``, ``bfloat16``, ``[('a', '<i4')]``."""
     if dtype.kind in "SU":
         return f"strings {dtype.str}"
-    return str(dtype.descr) if dtype.names else dtype.name
+    return str(dtype) if dtype.names else dtype.name
 
 
 def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from mpistrategy.errors import StructureError
@@ -93,7 +94,7 @@ def _container_of(nest: Any) -> _Container | None:
 
     def build(values: list[Any]) -> Any:
         if is_tuple:
-            return kind(*values)
+            return kind._make(values)
         return dataclasses.replace(nest, **dict(zip(names, values, strict=True)))
 
     children = [getattr(nest, name) for name in names]
@@ -103,13 +104,16 @@ def _container_of(nest: Any) -> _Container | None:
 def _mapping_like(mapping: Mapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
     """Return a function that makes a mapping like this from values of these keys: a dict if it cannot be written."""
     # A structure must not keep the leaves alive: for a plain dict the keys are enough.
-    if type(mapping) is dict and keys == list(mapping):
+    if type(mapping) is dict and all(map(is_, keys, mapping)):
         return lambda values: dict(zip(keys, values))  # noqa: B905  # `strict` takes a third of the time
-    is_copied = isinstance(mapping, MutableMapping) and type(mapping) is not dict
+    # The copy of another mapping may share its memory, or a file: the program's own values would be overwritten.
+    is_copied = isinstance(mapping, (dict, UserDict)) and type(mapping) is not dict
     like = mapping if is_copied else dict.fromkeys(mapping)
 
     def build(values: list[Any]) -> Any:
         rebuilt: Any = copy.copy(like)
+        if getattr(like, "__dict__", None) is like:  # its attributes are its items; the copy's are the old values
+            rebuilt.__dict__ = rebuilt
         for key, value in zip(keys, values, strict=True):  # not update(): a Counter's would add
             rebuilt[key] = value
         return rebuilt
@@ -216,8 +220,13 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
     """Return the keys in the order of their leaves."""
     try:
         return sorted(mapping)
-    except TypeError:
-        return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
+    except (TypeError, ValueError, RuntimeError):  # NumPy's and torch's: of arrays and tensors as keys
+        keys = sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
+    if len({*map(repr, keys)}) < len(keys):
+        raise StructureError.at(
+            "a dict", found=f"keys without an order, of one text: {keys!r:.200}", expected="keys such as texts"
+        )
+    return keys
 
 
 # ----------------------------------------------------------------------------------- nests of a structure that is known

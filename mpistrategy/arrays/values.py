@@ -278,6 +278,8 @@ class DistributedValues(ArrayLike):
         values: the components that live on this rank: a tuple of one, or an empty tuple where none does.
     """
 
+    _lives_on: str = "a rank that has a component"
+
     def __init__(self, values: Sequence[Any]) -> None:
         if not isinstance(values, (tuple, list)) or len(values) > 1:
             raise OptionTypeError.at(
@@ -289,6 +291,13 @@ class DistributedValues(ArrayLike):
         self.values: tuple[Any, ...] = tuple(values)
 
     def _read(self) -> Any:
+        if not self.values:
+            raise PlacementError.at(
+                type(self).__name__,
+                found="a read on a rank without the value",
+                expected=f"a read on {self._lives_on}",
+                fix="To have it on every rank, pass a variable, a value or the list of all devices as destination.",
+            )
         return self.values[0]
 
     def __repr__(self) -> str:
@@ -326,16 +335,6 @@ class Mirrored(DistributedValues):
         else:
             super().__init__(values)
         self._lives_on = lives_on
-
-    def _read(self) -> Any:
-        if not self.values:
-            raise PlacementError.at(
-                "Mirrored",
-                found="a read on a rank without the value",
-                expected=f"a read on {self._lives_on}",
-                fix="To have it on every rank, pass a variable, a value or the list of all devices as destination.",
-            )
-        return self.values[0]
 
     def __repr__(self) -> str:
         return super().__repr__() if self.values else f"Mirrored(<lives on {self._lives_on}>)"

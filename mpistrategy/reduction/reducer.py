@@ -354,13 +354,13 @@ class Reducer:
             EmptyBatchError: when there are no leaves, not even None, on several ranks.
             LeafError, DTypeError, ShapeError, StructureError, UnsupportedError: for bad values or targets.
         """
+        settings, ranks = self.options.merge(options), self.communicator
+        call.wait_as(settings.timeout_seconds)
         if not leaves and (num_none or self.is_alone):  # alone, a structure without leaves is its own reduction
             call.agree("reduce", op=op.value)
             return []
-        settings, ranks = self.options.merge(options), self.communicator
         dense = None if weight is None and targets is None else UnsupportedError
         components, arrays, memory = checked_inputs(op, leaves, paths, call.where, dense, targets)
-        call.wait_as(settings.timeout_seconds)
         if weight is not None:
             own_weight, layouts = checked_weight(weight, op, call.where), layouts_of(arrays)
             on_gpu = any(map(is_on_device, arrays))

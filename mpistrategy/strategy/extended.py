@@ -416,7 +416,7 @@ call_sites.calls_steps(StrategyExtended.call_for_each_replica)
 def _is_one_array(value: Any) -> bool:
     """Return whether a list or a tuple is one array: of numbers, in lists of any depth."""
     leaves, structure = nest.flatten_without_none(value)
-    is_list = isinstance(value, (list, tuple)) and not structure.num_none
+    is_list = type(value) in (list, tuple) and {*structure.text} <= {*"[](),*"}
     return is_list and all(isinstance(leaf, (bool, str)) or is_python_number(leaf) for leaf in leaves)
 
 
