@@ -217,6 +217,8 @@ def hand_back(array: Any, target: Any) -> None:
         array: the array that `as_target` returned for `target`; written to on CuPy's current stream.
         target: the array of the other library; its stream waits as DLPack says.
     """
+    if library_of(target) == "torch":
+        sys.modules["torch"].autograd.graph.increment_version(target)  # as each write of torch's own does
     if not is_cupy(target) and is_on_device(target):
         with array.device:
             as_kind_of(array, target)

@@ -239,7 +239,7 @@ def _exchanged(
 ) -> tuple[Any, list[int]]:
     communicator = context.strategy.extended.communicator
     with Call(communicator.guard, "mpistrategy.torch.all_to_all", called=name) as call:
-        source = torch.as_tensor(tensor).detach()
+        [source] = t.checked([torch.as_tensor(tensor)], call.where)
         rows = t.lengths(source, () if splits is None else splits, communicator.size, call.where)
         call.structure = f"rows of {source.dtype}{list(source.shape[1:])}"
         width = source.shape[1:].numel() * source.element_size()

@@ -328,7 +328,8 @@ class ProcessGroupMPI(_Base):  # type: ignore[misc]
                 parts = t.parts(given, self._ranks)
                 targets = t.checked(parts, call.where, count=self._ranks, dtype=tensor.dtype, is_written=True)
                 [own] = t.checked([tensor], call.where, numel=targets[self._rank].numel())
-                into = [t.in_bytes(given.detach())] if isinstance(given, torch.Tensor) and given.is_cpu else None
+                whole = [given] if isinstance(given, torch.Tensor) and given.is_cpu else []
+                into = [*map(t.in_bytes, t.checked(whole, call.where))] or None
                 [gathered] = self._moved(call, collectives.gather, 0, [own], t.values_of(targets), into=into)
                 t.write(gathered.split([target.numel() for target in targets]), targets)
         return _completed_work(list(outputs))

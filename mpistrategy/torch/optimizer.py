@@ -89,6 +89,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return an attribute of the wrapped optimizer: its groups, state, defaults, hooks."""
         return getattr(object.__getattribute__(self, "optimizer"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the groups, the state and the defaults are the wrapped optimizer's."""
+        object.__setattr__(self.optimizer if name in ("state", "param_groups", "defaults") else self, name, value)
+
     def _parameters(self) -> list[tuple[str, Any]]:
         """Return the names and tensors of all parameters, each once."""
         tensors = {id(tensor): tensor for group in self.optimizer.param_groups for tensor in group["params"]}

@@ -50,12 +50,11 @@ def reduction(op: str, dtype: Any, where: str) -> tuple[ReduceOp, Callable[..., 
         possible = "SUM AVG"
     elif dtype.is_floating_point:
         possible = "SUM AVG PREMUL_SUM PRODUCT MIN MAX"
-    elif dtype is torch.bool:
+    elif dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide these
         possible = "SUM PRODUCT MIN MAX BAND BOR BXOR"
-        by = {"SUM": ReduceOp.MAX, "PRODUCT": ReduceOp.MIN}.get(op, by)  # on bytes of 0 and 1
+        by = by if dtype is not torch.bool else {"SUM": ReduceOp.MAX, "PRODUCT": ReduceOp.MIN}.get(op, by)  # of 0 and 1
     else:
-        possible = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR"
-        by = ReduceOp.SUM if op == "AVG" else by
+        possible, by = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR", ReduceOp.SUM if op == "AVG" else by
     if op not in possible.split():
         raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected=f"one of {possible}")
     return by, _BITWISE.get(op)
@@ -82,9 +81,18 @@ def checked(
     """
     if count is not None and len(tensors) != count:
         raise ShapeError.at(where, found=f"a list of {len(tensors)} tensors", expected=f"{count}: one for each rank")
+    # A result that torch waits for when it is used is waited for here.
+    tensors = [getattr(tensor, "trigger_wait", tensor.detach)() for tensor in tensors]
     for tensor in tensors:
-        if not (tensor.is_cpu or tensor.is_cuda):
-            raise DeviceError.at(where, found=f"a tensor on {tensor.device}", expected="one on a CPU or a CUDA GPU")
+        # A wrapper of tensors, which dispatches otherwise, has no memory of its own.
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not (
+            tensor.is_cpu or tensor.is_cuda
+        ):
+            raise DeviceError.at(
+                where,
+                found=f"a {type(tensor).__name__} on {tensor.device}",
+                expected="a plain tensor on a CPU or a CUDA GPU",
+            )
         if is_written and not tensor.is_sparse and torch._debug_has_internal_overlap(tensor) == 1:
             raise ShapeError.at(
                 where,
@@ -99,7 +107,7 @@ def checked(
                 found=f"a tensor of {tensor.numel()} elements of {tensor.dtype}",
                 expected=f"{fitting[0]} elements of {fitting[1]}",
             )
-    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    return tensors
 
 
 def gpu_of(tensors: Sequence[Any]) -> Any:
@@ -193,8 +201,7 @@ def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[
     """Return how many rows of a tensor belong to each rank; without splits equally many."""
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = [int(split) for split in splits] or [rows // ranks] * ranks
-    fits = len(counts) == ranks and sum(counts) == rows and min(counts) >= 0
-    if not tensor.dim() or not fits:
+    if not tensor.dim() or len(counts) != ranks or sum(counts) != rows or min(counts) < 0:
         raise OptionError.at(
             where,
             found=f"splits {counts} of a tensor of shape {list(tensor.shape)}",
@@ -224,6 +231,4 @@ def sum_of_rows(call: Call, reducer: Reducer, tensor: Any, shape: Any, *, divide
     total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
         places.t(), values, shape, device=values.device, check_invariants=False
     ).coalesce()
-    if divides:
-        total = total / reducer.communicator.size
-    return total.to(tensor.dtype)
+    return (total / reducer.communicator.size if divides else total).to(tensor.dtype)

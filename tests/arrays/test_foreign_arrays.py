@@ -87,6 +87,7 @@ Tensor.__module__ = "torch"
 def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = types.ModuleType("torch")
     module.bfloat16, module.int16 = "torch.bfloat16", "int16"
+    module.autograd = types.SimpleNamespace(graph=types.SimpleNamespace(increment_version=lambda tensor: None))
     module.Tensor, module.from_numpy, module.from_dlpack = Tensor, Tensor, Tensor
     own_stream = types.SimpleNamespace(cuda_stream=-1)  # another one than CuPy's
     module.cuda = types.SimpleNamespace(current_stream=lambda: own_stream)

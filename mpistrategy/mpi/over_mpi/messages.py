@@ -12,7 +12,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import CollectiveTimeoutError, ShapeError
 from mpistrategy.mpi.interface.ranks import pieces
 
-#: Messages that were not answered in time: MPI may still use their memory.
+#: Messages that are not done and that nobody holds: MPI may still use their memory.
 _abandoned: list[Message] = []
 
 
@@ -26,6 +26,7 @@ class Message:
     def __init__(
         self, comm: MPI.Intracomm, block: Array, rank: int | None, tag: int, most: int, *, sends: bool
     ) -> None:
+        _abandoned[:] = [message for message in _abandoned if not message.test()]
         self._comm, self._block, self._tag, self._most = comm, block, tag, most
         self.source: int | None = rank
         self._sends, self._is_done = sends, False
@@ -38,6 +39,10 @@ class Message:
     def _begin(self, start: Callable[..., MPI.Request], rank: int) -> None:
         blocks = [*pieces(self._block, self._most)] or [self._block]
         self._requests = [start([block, MPI.BYTE], rank, self._tag) for block in blocks]
+
+    def __del__(self) -> None:
+        if self._requests and not self._is_done:
+            _abandoned.append(self)
 
     def test(self) -> bool:
         """Return whether the block has been sent or received."""
@@ -74,7 +79,6 @@ class Message:
         end = time.monotonic() + timeout
         while not self.test():
             if time.monotonic() > end:
-                _abandoned.append(self)
                 peer = "any rank" if self.source is None else f"rank {self.source}"
                 raise CollectiveTimeoutError.at(
                     where,
