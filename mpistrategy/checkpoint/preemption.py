@@ -239,6 +239,8 @@ class PreemptionCheckpointHandler(Settable):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._process != os.getpid():  # closed in another thread; or a forked worker, which must end as it is told
+            if self._process and number != signal.SIGTERM:
+                return  # Slurm signals the workers of a data loader, too: they are needed until the save
             self._give_back()
             signal.raise_signal(number)
             return

@@ -106,6 +106,9 @@ class DistributedDataset(Generic[E]):
         if self._first is not None:
             first = first_batch(*self._first, batches)
             batches = itertools.chain([] if first is END else [first], batches)
+        data, fewest = self._dataset, self._parts if self._drop_remainder else 0
+        if isinstance(data, Dataset) and data._epochs is None and min(data._num_rows, data._batch) < fewest:
+            return  # no batch of any epoch has a row for each rank
         for batch in batches:
             walk.position += 1
             part = self._part(batch)

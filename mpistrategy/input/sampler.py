@@ -46,7 +46,7 @@ class Sampler:
     ) -> None:
         check_strategy(strategy, _WHERE)
         self._rank, self._ranks = strategy.extended.communicator.rank, strategy.extended.communicator.size
-        self._rows = checked_count(_WHERE, "data", data if isinstance(data, int) else len(data), least=0)
+        self._rows = checked_count(_WHERE, "data", len(data) if hasattr(data, "__len__") else data, least=0)
         self._seed = checked_count(_WHERE, "seed", seed, least=0)
         self._shuffle, self._pad = checked_switch(_WHERE, "shuffle", shuffle), checked_switch(_WHERE, "pad", pad)
         self._epoch = self._done = 0
@@ -99,19 +99,22 @@ class Sampler:
             self.set_epoch(epoch + 1)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the seed, the epoch, and how many rows of it all ranks together have done."""
-        return {"seed": self._seed, "rows": self._rows, "epoch": self._epoch, "done": self._done}
+        """Return the seed, the order, the epoch, and how many rows of it all ranks together have done."""
+        place = {"epoch": self._epoch, "done": self._done}
+        return {"seed": self._seed, "rows": self._rows, "shuffle": int(self._shuffle), **place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where another sampler was.
 
         Raises:
-            OptionError: for the state of a sampler with another seed, or of other data.
+            OptionError: for the state of a sampler with another seed or another order, or of other data.
         """
-        own, saved = (self._seed, self._rows), (state["seed"], state["rows"])
+        own, saved = (self._seed, self._rows, self._shuffle), (state["seed"], state["rows"], state["shuffle"])
         if own != saved:
             raise OptionError.at(
-                "Sampler.load_state_dict", found=f"seed and rows {saved}", expected=f"those of this sampler, {own}"
+                "Sampler.load_state_dict",
+                found=f"seed, rows and shuffle {saved}",
+                expected=f"those of this sampler, {own}",
             )
         self._epoch, self._done = state["epoch"], state["done"]
         self._start = self._done
