@@ -125,6 +125,8 @@ def whole_file(path: str) -> Iterator[IO[bytes]]:
     Raises:
         OSError: when it cannot be written; nothing has changed then.
     """
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
     temporary = f"{path}.{os.urandom(4).hex()}.new"
     descriptor = new_file(temporary)
     try:

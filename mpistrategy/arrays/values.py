@@ -110,7 +110,8 @@ class ArrayLike(NDArrayOperatorsMixin):
         return self._read()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(host_array(self._read()), dtype, copy=copy)
+        array = host_array(self._read())
+        return np.asarray(array, dtype) if copy is None else np.array(array, dtype, copy=copy)  # NumPy 1 has no None
 
     def __dlpack__(self, **options: Any) -> Any:
         """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""

@@ -54,7 +54,9 @@ class RankFilter(logging.Filter):
         """Return whether this rank logs the record."""
         rank, record_ranks = own_place()[0], getattr(record, "ranks", None)
         ranks = self._ranks if record_ranks is None else record_ranks
-        if ranks == "all" or rank == ranks or (isinstance(ranks, Collection) and rank in ranks):
+        if isinstance(ranks, str):
+            ranks = {rank} if ranks.lower() == "all" else ()
+        if rank in (ranks if isinstance(ranks, Collection) else (ranks,)):
             return record.levelno >= self.level
         return record_ranks is None and record.levelno >= self.others
 

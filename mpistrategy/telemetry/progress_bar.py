@@ -107,4 +107,4 @@ def _bar(total: int | None, title: str, every_seconds: float | None) -> Any:
         return None
     lines = {"mininterval": every_seconds, "maxinterval": every_seconds, "delay": 1e-9, "bar_format": _LINE}
     options: dict[str, Any] = {"dynamic_ncols": True} if is_terminal else lines
-    return tqdm(total=total, desc=title or None, file=sys.stderr, **options)
+    return tqdm(total=total, desc=str(title or "") or None, file=sys.stderr, **options)

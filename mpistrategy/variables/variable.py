@@ -743,7 +743,7 @@ def share_of(value: Array, rank: int, size: int) -> Array:
     total = value.astype(wire_dtype(sum_dtype_of_mean(dtype)))
     count = total.dtype.type(size)
     part = np.asarray(total // count if dtype.kind in "iu" else total / count).astype(dtype)
-    rest = np.where(np.isfinite(part), total - part.astype(total.dtype) * (count - 1), total)
+    rest = np.where(np.isfinite(part), total - part.astype(total.dtype) * total.dtype.type(size - 1), total)
     return part if rank != 0 else rest.astype(dtype)
 
 

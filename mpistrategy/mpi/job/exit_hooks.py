@@ -14,12 +14,13 @@ import builtins
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
+
+from mpistrategy.mpi.contract import observers
 
 #: Called before this rank ends the job: work of other threads must not be lost.
 before_abort: list[Callable[[], object]] = []
@@ -56,19 +57,31 @@ class ProgramEnd:
     Attributes:
         status: what `sys.exit` was called with, or what `mpistrategy run` knows.
         words: the text to print about the status.
-        known_at: the time of the call; time.monotonic().
         all_leave: whether the ranks of a strategy have agreed to end their programs now; each then waits for the others
             whatever its status is.
     """
 
     status: int = 0
     words: str = ""
-    known_at: float = 0.0
     all_leave: bool = False
 
     def note(self, status: int, words: str = "") -> None:
         """Set the status and the words."""
-        self.status, self.words, self.known_at = status, words, time.monotonic()
+        self.status, self.words = status, words
+
+    def entered(self, guard: object, call: object) -> None:
+        """Forget the status where a call begins after the program has caught `sys.exit`; an observer of calls."""
+        if not isinstance(sys.exc_info()[1], SystemExit):  # in a finally block it is still under way
+            self.note(0)
+
+    def left(self, guard: object, call: object) -> None:
+        """Do nothing."""
+
+    def begin(self, kind: str, name: str) -> None:
+        """Do nothing."""
+
+    def end(self, token: object) -> None:
+        """Do nothing."""
 
 
 program: ProgramEnd = ProgramEnd()
@@ -80,6 +93,7 @@ def _exit(status: Any = None, /) -> NoReturn:
     if threading.current_thread() is threading.main_thread():
         stack = "".join(traceback.format_stack(sys._getframe(1)))
         program.note(status_of(exit_now), f"sys.exit({status!r}) was called here (most recent call last):\n{stack}")
+        observers.observers[:] = [*(one for one in observers.observers if one is not program), program]
     raise exit_now
 
 

@@ -213,11 +213,8 @@ def _end_with(status: int) -> NoReturn:
 
 
 def _status() -> int:
-    """Return the status of the program; a call after `sys.exit` says that the program has caught that."""
-    error = getattr(sys, "last_value", None)  # set before any excepthook runs
-    last = (guard.record.last() for guard in _open)
-    caught = any(call is not None and call.entered > program.known_at for call in last)
-    return status_of(error) or (0 if caught else program.status)
+    """Return the status of the program."""
+    return status_of(getattr(sys, "last_value", None)) or program.status  # set before any excepthook runs
 
 
 def _leave_contained() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -41,7 +42,7 @@ class Message:
         self._requests = [start([block, MPI.BYTE], rank, self._tag) for block in blocks]
 
     def __del__(self) -> None:
-        if self._requests and not self._is_done:
+        if self._requests and not self._is_done and not sys.is_finalizing():
             _abandoned.append(self)
 
     def test(self) -> bool:

@@ -77,7 +77,10 @@ class Trace(Switched, Settable):
     def start(self) -> None:
         """Begin to record, into a new file."""
         self.stop()
-        self._recorder = Recorder(os.path.abspath(self.directory))
+        folder = os.path.abspath(self.directory)
+        if any(isinstance(observer, Recorder) and observer.directory == folder for observer in observers.observers):
+            return  # recorded already: each event would count twice
+        self._recorder = Recorder(folder)
         atexit.register(self.stop)
 
     def stop(self) -> None:
