@@ -258,8 +258,7 @@ class CrossDeviceOps(Algorithm):
         communicator, call = self._call("broadcast")
         with call:
             destination = resolve(destinations, communicator, call.where)
-            (result,) = broadcast(communicator, [tensor], 0, call, destination.text)
-            (mirrored,) = destination.mirrored([result])
+            (mirrored,) = destination.mirrored(broadcast(communicator, [tensor], 0, call, destination.text))
             return mirrored
 
 
@@ -294,6 +293,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     #: Whether arrays in GPU memory are combined on the host.
     _by_host: bool = False
+    #: What combines all ranks' copies of a value where one rank combines; None: MPI's Reduce does.
+    _function: Callable[[list[Array]], object] | None = None
     _num_packs: float = 0
 
     @property
@@ -338,7 +339,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
         destination: Destination,
     ) -> Transfer:
-        """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank.
+        """Return the route of arrays: to the one rank that combines, else the fastest to every rank.
 
         Raises:
             MpiStrategyError: for arrays that this algorithm, unlike others, cannot reduce.
@@ -346,8 +347,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         root = self._root(ranks, destination)
         if root is None:
             return usual_route(ranks, layouts, op, options.bytes_per_pack, options.wire)
-        packs = packs_of(layouts, options.bytes_per_pack, self._num_packs)
-        reduce_pair = partial(_by_one_rank, ranks, op._on_the_wire, root, is_sent=destination.only_rank != root)
+        function, is_sent = self._function, destination.only_rank != root
+        alone_bytes = None if function is None else 0  # it gets each value by itself
+        packs = packs_of(layouts, options.bytes_per_pack, self._num_packs, alone_bytes=alone_bytes)
+        reduce_pair = partial(_by_one_rank, ranks, op._on_the_wire, root, function, is_sent=is_sent)
         return CommunicatorRoute(ranks, packs, op, "root", reduce_pair)
 
     def _root(self, ranks: Ranks, destination: Destination) -> int | None:
@@ -466,7 +469,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         call.agree(
             "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=is_on_host
         )
-        results: list[Any] = [None] * len(values)
+        # A Mirrored value is its own result.
+        results: list[Any] = [
+            value.values[0] if isinstance(value, Mirrored) and value.values else None for value in values
+        ]
         for (transfer, indices, arrays), room in zip(parts, memory, strict=True):
             for i, total in zip(indices, transfer.run(arrays, room), strict=True):
                 results[i] = total if target.is_here else None
@@ -474,8 +480,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(ranks, value, op, call)
                 read = event_of_reads([components[i]]) or read  # an event behind all
-            elif isinstance(value, Mirrored):
-                results[i] = value.values[0] if value.values else None
         ranks.guard.wait_for_gpu(read)
         return results
 
@@ -489,11 +493,30 @@ class MpiAllReduce(PackedCrossDeviceOps):
     _in_rank_order = True
 
 
-def _by_one_rank(ranks: Ranks, op: str, root: int, source: Array, target: Array, *, is_sent: bool) -> None:
-    """Combine a pack on `root` by MPI's Reduce; send it to the others where they want it."""
+def _by_one_rank(
+    ranks: Ranks,
+    op: str,
+    root: int,
+    function: Callable[[list[Array]], object] | None,
+    source: Array,
+    target: Array,
+    *,
+    is_sent: bool,
+) -> None:
+    """Combine a pack on `root` by MPI's Reduce, or by a function; send it to the others where they want it.
+
+    The function gets all ranks' copies of a value in rank order, in the dtype of the value, and may keep them.
+    """
     flat = target.reshape(-1)
-    flat[...] = source
-    ranks.reduce(flat, root, op)
+    if function is None:
+        flat[...] = source
+        ranks.reduce(flat, root, op)
+    else:
+        shape = (ranks.size if ranks.rank == root else 0, *target.shape)
+        # If the function raises, the other ranks must not wait for its result.
+        copies = ranks.guard.on_all(partial(np.empty, shape, target.dtype))
+        ranks.gatherv(source, [source.size] * ranks.size, copies, root)
+        ranks.guard.on_all(partial(_accumulate, function, copies, target))
     if is_sent:
         ranks.bcast(flat, root)
 
@@ -597,7 +620,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
                 where, found=f"accumulation_fn={accumulation_fn!r}", expected="a function of a list"
             )
         self.reduce_to_device, self.accumulation_fn = reduce_to_device, accumulation_fn
-        self._by_host = accumulation_fn is not None
+        self._function, self._by_host = accumulation_fn, accumulation_fn is not None
 
     @property
     def _configuration(self) -> str:
@@ -610,37 +633,6 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         if self.reduce_to_device is None:
             return destination.only_rank or 0
         return ranks_of(self.reduce_to_device, ranks, "ReductionToOneDevice(reduce_to_device=...)")[0]
-
-    def _route(
-        self,
-        ranks: Ranks,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
-    ) -> Transfer:
-        """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
-        if self.accumulation_fn is None:
-            return super()._route(ranks, layouts, op, options, destination)
-        root = self._root(ranks, destination)
-        put_together = partial(_put_together, ranks, self.accumulation_fn, root, is_sent=destination.only_rank != root)
-        return CommunicatorRoute(ranks, packs_of(layouts, alone_bytes=0), op, "root", put_together)
-
-
-def _put_together(
-    ranks: Ranks, function: Callable[[list[Array]], object], root: int, source: Array, target: Array, *, is_sent: bool
-) -> None:
-    """Write the function's result for all ranks' copies of a value into `target`, on `root` or on every rank.
-
-    The function gets the copies in rank order, in the dtype of the value, and may keep them.
-    """
-    shape = (ranks.size if ranks.rank == root else 0, *target.shape)
-    # If the function raises, the other ranks must not wait for its result.
-    copies = ranks.guard.on_all(partial(np.empty, shape, target.dtype))
-    ranks.gatherv(source, [source.size] * ranks.size, copies, root)
-    ranks.guard.on_all(partial(_accumulate, function, copies, target))
-    if is_sent:
-        ranks.bcast(target.reshape(-1), root)
 
 
 def _accumulate(function: Callable[[list[Array]], object], copies: Array, target: Array) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 from operator import is_
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, quietl
 from mpistrategy.arrays.values import ArenaBase, contribution
 from mpistrategy.errors import (
     ContextError,
-    CopyError,
     DTypeError,
     EmptyBatchError,
     LeafError,
@@ -35,7 +35,7 @@ from mpistrategy.mpi.multi_node.two_level import Lanes, across_nodes, check_wire
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed, checked_switch
+from mpistrategy.objects.settings import Fixed, NotPickled, checked_switch
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction import gpu
@@ -56,11 +56,9 @@ from mpistrategy.reduction.transfer import (
 )
 
 T = TypeVar("T")
-#: So many plans are kept.
-_MOST_PLANS = 64
 
 
-class Arena(ArenaBase[T]):
+class Arena(NotPickled, ArenaBase[T]):
     """A nest of arrays that the strategy lays out, and reduces where they are.  Creation is collective.
 
     `Strategy.arena` makes one.  Fill `values` in place (``np.multiply(a, b, out=arena.values["w"])``,
@@ -84,6 +82,7 @@ class Arena(ArenaBase[T]):
         CollectiveMismatchError: when the ranks' structures, shapes or dtypes differ.
     """
 
+    _instead_of_pickling = "Copy the arrays in arena.values, or call strategy.arena(arena.values)."
     strategy: Fixed[Any] = Fixed()
 
     def __init__(self, strategy: Any, like: T, *, shared_result: bool = False, name: str | None = None) -> None:
@@ -140,8 +139,8 @@ class Arena(ArenaBase[T]):
             for view in views:
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
-        #: How it is reduced, by the kind of call.
-        self._plans: dict[General, ArraysPlan] = {}
+        #: How it is reduced, by the kind of call, as long as the reducer keeps that.
+        self._plans: WeakKeyDictionary[General, ArraysPlan] = WeakKeyDictionary()
         self._closed = False
 
     @property
@@ -175,14 +174,6 @@ class Arena(ArenaBase[T]):
         place = f"shared by {len(self._buckets[0].arrays)} ranks" if self.is_shared else "of this rank alone"
         where = f"{size_in_words(self.nbytes)} {'on a GPU' if self._on_device else place}"
         return f"<Arena {self._number}: {len(self._leaves)} arrays in {len(self._buckets)} buckets, {where}>"
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise CopyError.at(
-            "copying or pickling an Arena",
-            found="a copy of memory that all ranks share",
-            expected="a new arena, which all ranks make together",
-            fix="Copy the arrays in arena.values, or call strategy.arena(arena.values).",
-        )
 
     def close(self) -> None:
         """Give the memory back, as soon as no array in it is in use.  Collective; the arena cannot be used afterwards.
@@ -283,8 +274,6 @@ class Arena(ArenaBase[T]):
             compared = f"arena {self._number}, {in_place=}, wire={options.wire}"
             layouts = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
             signature = Signature("reduce an arena", op.value, "", layouts, destination, compared)
-            if len(self._plans) >= _MOST_PLANS:  # of calls inside others, whose object is new each time
-                self._plans.clear()
             plan = self._plans[general] = ArraysPlan(route, signature, options.timeout_seconds)
         results = plan.run(call, self._own_arrays)
         if in_place:
@@ -347,12 +336,16 @@ def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu
         result = private_memory(starts[-1]).own_segment
     if not is_shared:
         segments, me = (memory.own_segment,), 0
-    buckets = []
-    for pack, start in zip(packs, starts, strict=False):
-        part = slice(start, start + pack.nbytes)
-        arrays = tuple(segment[part].view(pack.dtype) for segment in segments)
-        buckets.append(Replicas(arrays, me, is_shared, None if result is None else result[part].view(pack.dtype)))
-    return tuple(buckets)
+    places = [(slice(start, start + pack.nbytes), pack.dtype) for pack, start in zip(packs, starts, strict=False)]
+    return tuple(
+        Replicas(
+            tuple(segment[part].view(dtype) for segment in segments),
+            me,
+            is_shared,
+            None if result is None else result[part].view(dtype),
+        )
+        for part, dtype in places
+    )
 
 
 def _on_gpu(ranks: Ranks, packs: Sequence[Pack]) -> tuple[Replicas, ...]:

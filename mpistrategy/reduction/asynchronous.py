@@ -123,7 +123,7 @@ def start_all_reduce(
 ) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     ranks, arena = reducer.communicator, value if isinstance(value, Arena) else None
-    is_on_gpu = type(value) is not np.ndarray and _is_on_device(value)
+    is_on_gpu = type(value) is not np.ndarray and _is_on_device(value if arena is None else arena._own_arrays)
     if ranks.nodes == 1 and not is_on_gpu and arena is None:
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     at_once = partial(reducer.run, _CALL, AllReduce, reduce_op, value, options, name, out)
@@ -203,8 +203,6 @@ def _first_call(guard: Guard, name: str | None, make: Callable[[], Any]) -> Any:
 
 
 def _is_on_device(value: Any) -> bool:
-    if isinstance(value, Arena):
-        return value._on_device
     try:
         return any(is_on_device(contribution(leaf)) for leaf in nest.flatten_without_none(value)[0])
     except Exception:  # of other libraries, too: an array that was deleted, say

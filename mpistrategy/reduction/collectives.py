@@ -49,7 +49,7 @@ from mpistrategy.objects.settings import checked_count, checked_switch
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import gpu
 from mpistrategy.reduction.inputs import arrays_of, check_order, in_kind
-from mpistrategy.reduction.plan import CallPlan, Compared, NestPlan, NumbersOfRanks
+from mpistrategy.reduction.plan import CallPlan, NestPlan, NumbersOfRanks, carry_out
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.transfer import Layout, Targets, Transfer, divide, in_mailboxes, layouts_of
 
@@ -62,15 +62,22 @@ PIECE_BYTES = 8 * 2**20
 class Collective(Transfer):
     """How the arrays of a call move, and the signature that the ranks compare first.
 
+    Args:
+        ranks: the ranks that take part.
+        arrays: this rank's arrays, or arrays like them.
+        op: the operation or the argument, in words.
+
     Attributes:
         verb: the name of the collective.
-        op: the operation or the argument, in words.
+        op: the argument.
         values: the dtype of each array, and the part of its shape that is equal on all ranks.
     """
 
     verb: str
-    op: str
-    values: Values
+
+    def __init__(self, ranks: Ranks, arrays: Sequence[Any], op: str) -> None:
+        self._ranks, self.op = ranks, op
+        self.values: Values = tuple(map(layout_of, arrays))
 
     def signature(self, call: Call, destination: str = "") -> Signature:
         """Return the signature that the ranks compare."""
@@ -116,7 +123,7 @@ def move(
     gpu_arrays = [array for array in arrays if is_on_device(array)]
     if gpu_arrays:
         gpu.prepare(ranks, gpu_arrays, call.where)
-    results = Compared(collective.signature(call, destination), None).carry_out(call, collective, arrays)
+    results = carry_out(call, collective, arrays, collective.signature(call, destination))
     ranks.guard.wait_for_gpu(event_of_reads(components))
     return [*map(in_kind, results, components)]
 
@@ -156,7 +163,8 @@ class EachArray(General):
             return None
         call.structure, kinds = where.text, {*map(type, leaves)}
         collective, timeout_seconds = self.collective(call, arrays, value), self.merged_options.timeout_seconds
-        return NestPlan(self, where, collective, collective.signature(call), timeout_seconds, kinds)
+        signature, layouts = collective.signature(call), layouts_of(arrays)
+        return NestPlan(self, where, collective, signature, timeout_seconds, kinds, layouts)
 
 
 # ------------------------------------------------------------------------------------------------- gather
@@ -178,18 +186,17 @@ class Gathering(Collective):
     verb = "gather"
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], axes: Sequence[int], into: Targets = None) -> None:
-        self._ranks, self._axes, self._into = ranks, axes, into
-        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
-        self.op: str = f"axis {axes}"
-        rows = zip(map(layout_of, arrays), axes, strict=True)
-        self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
+        super().__init__(ranks, arrays, f"axis {axes}")
+        self._axes, self._into = axes, into
+        rows = zip(self.values, axes, strict=True)
+        self.values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._own_lengths = np.array(self._lengths, np.int64)
         self.sparingly: bool = not any(map(is_on_device, arrays))
-        header = layouts_of([self._own_lengths])
+        header, layouts = layouts_of([self._own_lengths]), layouts_of(arrays)
         # The ranks' lengths differ: a rank whose arrays do not fit shows its lengths where the others look for them.
         self._in_mailboxes = (
-            in_mailboxes(ranks, header + self.layouts, ranks.size) or in_mailboxes(ranks, header, ranks.size)
+            in_mailboxes(ranks, header + layouts, ranks.size) or in_mailboxes(ranks, header, ranks.size)
             if self.sparingly
             else None
         )
@@ -306,10 +313,8 @@ class Scanning(Collective):
     verb = "scan"
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Array], op: ReduceOp, *, exclusive: bool) -> None:
-        self._ranks, self._op, self._is_exclusive = ranks, op, exclusive
-        self.op = f"{op.value}, exclusive" if exclusive else op.value
-        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
-        self.values: Values = tuple(map(layout_of, arrays))
+        super().__init__(ranks, arrays, f"{op.value}, exclusive" if exclusive else op.value)
+        self._op, self._is_exclusive = op, exclusive
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Copy the arrays in the dtype of the sum; take memory for messages, and for results that are rounded."""
@@ -485,13 +490,11 @@ class FromRoot(Collective):
         *,
         in_place: bool = False,
     ) -> None:
-        self._ranks, self._root, self._in_place = ranks, root, in_place
+        super().__init__(ranks, arrays, f"from rank {root}")
+        self._root, self._in_place = root, in_place
         self.structure: Callable[[], str] = structure
-        self.op: str = f"from rank {root}"
-        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
-        self.values: Values = tuple(map(layout_of, arrays))
         on_host = not any(map(is_on_device, arrays))
-        self._in_mailboxes = in_mailboxes(ranks, self.layouts, 2) if on_host else None
+        self._in_mailboxes = in_mailboxes(ranks, layouts_of(arrays), 2) if on_host else None
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
         """Copy the arrays, before the ranks agree on the call; return memory for the results."""

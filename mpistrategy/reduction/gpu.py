@@ -186,22 +186,12 @@ def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
         elif nbytes:
             moves.append((source.data.ptr, place, nbytes))
     for start in range(0, len(moves), ARRAYS):
-        argument, blocks, count = launch(moves[start : start + ARRAYS])
+        from_where, to_where, sizes = zip(*moves[start : start + ARRAYS], strict=True)
+        template, blocks = _template(sizes)
+        argument, count = template.copy(), len(sizes)  # ranks that are threads share the template
+        argument["source"][0, :count] = from_where
+        argument["target"][0, :count] = to_where
         kernel(cupy)((blocks,), (THREADS,), (by_value(argument), np.int32(count)))
-
-
-def launch(moves: Sequence[tuple[int, int, int]]) -> tuple[Array, int, int]:
-    """Return the kernel's argument, how many blocks it takes, and how many copies these are.
-
-    Args:
-        moves: from where, to where, and how many bytes; at most `ARRAYS`.
-    """
-    from_where, to_where, sizes = zip(*moves, strict=True)
-    template, blocks = _template(sizes)
-    argument, count = template.copy(), len(moves)  # ranks that are threads share the template
-    argument["source"][0, :count] = from_where
-    argument["target"][0, :count] = to_where
-    return argument, blocks, count
 
 
 @lru_cache(maxsize=256)
@@ -239,14 +229,12 @@ class _Bucket:
 
     Attributes:
         pack: the arrays.
-        memory: of the pack's dtype: new flat memory, or an array that is its own result.
-        payload: the flat array that travels: the memory, or its numbers in another dtype.
-        result: the memory, or other memory for a mean of integers.
+        payload: the flat array that travels: the result, or its numbers in another dtype.
+        result: new flat memory, or an array that is its own result; of the pack's dtype, but for a mean of integers.
         rounded: memory of the dtype that NCCL sends between nodes, where it differs from the payload's; else None.
     """
 
     pack: Pack
-    memory: DeviceArray
     payload: DeviceArray
     result: DeviceArray
     rounded: DeviceArray | None = None
@@ -291,11 +279,9 @@ class GpuRoute(Transfer):
 
     def direct(self, arrays: Sequence[DeviceArray], targets: Sequence[Any]) -> Targets:
         """Return the targets that are their arrays themselves, which can be reduced where they are."""
-        own: list[Any] = [None] * len(arrays)
-        for pack in self.packs:
-            if len(pack.members) == 1:
-                index = pack.members[0].index
-                own[index] = own_result(arrays[index], targets[index])
+        lone = {pack.members[0].index for pack in self.packs if len(pack.members) == 1}
+        pairs = enumerate(zip(arrays, targets, strict=True))
+        own = [own_result(array, target) if number in lone else None for number, (array, target) in pairs]
         are_own = are_apart([target for target in own if target is not None])
         return own if are_own else None  # memory of two targets would be combined twice
 
@@ -322,7 +308,7 @@ class GpuRoute(Transfer):
             payload[...] = memory.reshape(-1)
         is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
         result = take(mean_dtype(pack.dtype)) if is_whole else memory
-        bucket = _Bucket(pack, memory, payload, result)
+        bucket = _Bucket(pack, payload, result)
         wire: Any = between_nodes(self._ranks, self._wire, dtype, self._op._on_the_wire, BY_NCCL)
         knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
         if knows and self._root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
@@ -349,17 +335,22 @@ class GpuRoute(Transfer):
                 else:
                     path.reduce(ranks, payload, op, self._root, self._wire)
                 divide_by(self._op._divisor(payload.dtype, ranks.size), payload)
-            if bucket.result is not bucket.memory:
+            if bucket.result.dtype != bucket.pack.dtype:
                 np.true_divide(payload, ranks.size, out=bucket.result)
-            elif payload.dtype != bucket.memory.dtype:
-                bucket.memory[...] = payload.reshape(bucket.memory.shape)
+            elif payload.dtype != bucket.pack.dtype:
+                bucket.result[...] = payload.reshape(bucket.result.shape)
 
     def unpacked(self, memory: list[_Bucket]) -> list[DeviceArray]:
-        """Return the results of the buckets, on the current stream of their device."""
+        """Return the results of the buckets, on the current stream of their device.
+
+        They are views of the buckets, and copies of numbers, which would keep all of a large one.
+        """
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
-        for bucket in memory:
-            for member, view in zip(bucket.pack.members, _views(bucket.pack, bucket.result), strict=True):
-                results[member.index] = view
+        for pack, result in [(bucket.pack, bucket.result) for bucket in memory]:
+            make, kind, itemsize = type(result), result.dtype.type, result.dtype.itemsize  # CuPy is quicker with a type
+            for member in pack.members:
+                view = make(member.shape, kind, result.data + member.start * itemsize)
+                results[member.index] = view.copy() if view.size == 1 and result.size > FEW_ELEMENTS else view
         return results
 
     def way(self, pack: Pack, arrays: Sequence[DeviceArray]) -> Way:
@@ -371,13 +362,6 @@ class GpuRoute(Transfer):
         if path is UNCHOSEN:
             return "in GPU memory, on a path that the ranks choose at the first such call", copies
         return f"in GPU memory, {_PATHS[path.name]} ({path.name}: {path.reason})", copies
-
-
-def _views(pack: Pack, bucket: DeviceArray) -> list[DeviceArray]:
-    """Return the results of a pack: views of its bucket, and copies of numbers, which would keep all of a large one."""
-    make, kind, itemsize = type(bucket), bucket.dtype.type, bucket.dtype.itemsize  # CuPy is quicker with a type
-    views = [make(member.shape, kind, bucket.data + member.start * itemsize) for member in pack.members]
-    return [view.copy() if view.size == 1 and bucket.size > FEW_ELEMENTS else view for view in views]
 
 
 # ----------------------------------------------------------------------------------------- broadcasts and gathers

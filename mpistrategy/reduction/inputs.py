@@ -226,8 +226,12 @@ def in_kind(result: Any, like: Any) -> Any:
     return like_given(result, like)
 
 
-def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
-    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or a value of each replica?"""
+def own_component(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return this rank's component, a Mirrored value as it is.
+
+    Raises:
+        OptionError: for a Mirrored value under SUM or PROD: is it one value, or a value of each replica?
+    """
     if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
         raise OptionError.at(
             where,
@@ -236,11 +240,6 @@ def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
             fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
             "replicas.",
         )
-
-
-def own_component(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return this rank's component as it is; OptionError as `refuse_mirrored_sum`."""
-    refuse_mirrored_sum(value, op, where)
     return value if isinstance(value, Mirrored) else contribution(value)
 
 

@@ -23,11 +23,12 @@ from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.nest import Structure
 from mpistrategy.arrays.values import is_arena
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.guard import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.objects.settings import checked_number
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.gpu import GpuRoute
 from mpistrategy.reduction.inputs import NUMBERS, Destination, arrays_of, in_kind, writable, write
@@ -63,12 +64,12 @@ def plan_of(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, route: Tran
         op: how they are combined.
         route: how they travel, as `summed` says.
     """
-    route.layouts, results = layouts, dtypes_of_results(layouts, op)
+    results = dtypes_of_results(layouts, op)
     left = [
         None if host_wire_dtype(dtype) == dtype == result else op if dtype.kind in "iu" else ReduceOp.SUM
         for (dtype, _), result in zip(layouts, results, strict=True)
     ]
-    return Finished(route, results, left, ranks.size) if any(left) else route
+    return Finished(route, layouts, results, left, ranks.size) if any(left) else route
 
 
 class Finished(Transfer):
@@ -76,21 +77,27 @@ class Finished(Transfer):
 
     Args:
         route: how they travel.
+        layouts: dtype and shape of each array.
         results: the dtype of each result.
         left: for each array the operation that is left to do: a division of integers, a rounding (SUM), or None.
         size: how many ranks take part.
     """
 
-    def __init__(self, route: Transfer, results: list[np.dtype[Any]], left: list[ReduceOp | None], size: int) -> None:
-        self.layouts = route.layouts
-        self._route, self._results, self._left, self._size = route, results, left, size
+    def __init__(
+        self,
+        route: Transfer,
+        layouts: tuple[Layout, ...],
+        results: list[np.dtype[Any]],
+        left: list[ReduceOp | None],
+        size: int,
+    ) -> None:
+        self._route, self._layouts, self._results, self._left, self._size = route, layouts, results, left, size
         self.least_in_place: int = route.least_in_place
         self.writes_targets: bool = route.writes_targets
-        self.is_in_mailboxes: bool = route.is_in_mailboxes
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Take memory for the results, and prepare the route before the ranks agree on the call."""
-        rows = zip(targets or [None] * len(arrays), self.layouts, self._results, self._left, strict=True)
+        rows = zip(targets or [None] * len(arrays), self._layouts, self._results, self._left, strict=True)
         rooms = [
             None if op is None else target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
             for target, (_, shape), dtype, op in rows
@@ -99,7 +106,7 @@ class Finished(Transfer):
 
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the combinations of all ranks' arrays."""
-        rows = zip(self._left, memory[0], self._route.run(arrays, memory[1]), self.layouts, strict=True)
+        rows = zip(self._left, memory[0], self._route.run(arrays, memory[1]), self._layouts, strict=True)
         return [
             total if op is None else finish(total, dtype, op, self._size, room) for op, room, total, (dtype, _) in rows
         ]
@@ -112,11 +119,6 @@ class Finished(Transfer):
 def summed(layouts: tuple[Layout, ...], op: ReduceOp) -> tuple[Layout, ...]:
     """Return the layouts in which arrays are summed: integers of a MEAN have 64 bits."""
     return tuple((sum_dtype_of_mean(dtype), shape) for dtype, shape in layouts) if op is ReduceOp.MEAN else layouts
-
-
-def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Transfer:
-    """Return the plan of arrays of these layouts, by the fastest route to every rank."""
-    return plan_of(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
 def usual_route(
@@ -146,17 +148,17 @@ class NumbersOfRanks:
 
     def __init__(self, ranks: Ranks, count: int) -> None:
         self._rank, layouts = ranks.rank, ((np.dtype(np.float64), (ranks.size, count)),)
-        self._plan = usual_plan(ranks, layouts, ReduceOp.SUM)
+        self._route = usual_route(ranks, layouts, ReduceOp.SUM, 0, None)
         self._numbers: Array = np.zeros(layouts[0][1])
 
     def bring(self, numbers: Any) -> Any:
         """Give this rank's numbers, before the ranks agree on the call; return memory for the numbers of all ranks."""
         self._numbers[self._rank] = numbers
-        return self._plan.bring((self._numbers,))
+        return self._route.bring((self._numbers,))
 
     def numbers_of_ranks(self, memory: Any) -> Array:
         """Return the numbers of all ranks, a row for each rank, after the agreement."""
-        return self._plan.run((self._numbers,), memory)[0]
+        return self._route.run((self._numbers,), memory)[0]
 
 
 # ------------------------------------------------------------------------------------------------- calls
@@ -177,50 +179,53 @@ class CallPlan(ABC):
         """
 
 
-class Compared:
-    """What the ranks compare before the data of a call move.
+def carry_out(
+    call: Call,
+    transfer: Transfer,
+    arrays: Sequence[Array],
+    signature: Signature,
+    digest: int | None = None,
+    timeout_seconds: float | None = None,
+    targets: Targets = None,
+) -> list[Array]:
+    """Take memory, let the ranks agree on the call, and return the results of a transfer.
 
     Args:
-        signature: of the call.
+        call: the public call.
+        transfer: moves the arrays.
+        arrays: this rank's.
+        signature: what the ranks compare before the data move.
+        digest: of the signature; None where it is not known.
         timeout_seconds: how long the call may wait for the other ranks; None: the strategy's timeout.
+        targets: memory for results; see `Transfer.bring`.
     """
-
-    def __init__(self, signature: Signature, timeout_seconds: float | None) -> None:
-        self._signature, self._digest = signature, digest_of(signature)
-        self._timeout_seconds = timeout_seconds
-
-    def carry_out(
-        self, call: Call, transfer: Transfer, arrays: Sequence[Array], targets: Targets = None
-    ) -> list[Array]:
-        """Take memory, let the ranks agree on the call, and return the results of a transfer."""
-        call.structure = self._signature.structure
-        call.wait_as(self._timeout_seconds)
+    call.structure = signature.structure
+    call.wait_as(timeout_seconds)
+    memory = transfer.bring(arrays, targets)
+    while call.guard.compare(signature, digest, patiently=call.is_patient, sparingly=transfer.sparingly):
+        transfer.answer()
         memory = transfer.bring(arrays, targets)
-        while call.guard.compare(
-            self._signature, self._digest, patiently=call.is_patient, sparingly=transfer.sparingly
-        ):
-            transfer.answer()
-            memory = transfer.bring(arrays, targets)
-        return transfer.run(arrays, memory)
+    return transfer.run(arrays, memory)
 
 
-class ArraysPlan(Compared):
+class ArraysPlan:
     """The plan of arrays whose calls are compared by words that change: a variable's name, the number of a step.
 
     Args:
         plan: the plan of the arrays.
         signature: the compared fields, without the words of a call.
-        timeout_seconds: see `Compared`.
+        timeout_seconds: see `carry_out`.
 
     Attributes:
         plan: the argument.
     """
 
     def __init__(self, plan: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
-        super().__init__(signature, timeout_seconds)
         self.plan: Transfer = plan
-        #: The words of the latest call, which `_signature` has.
+        self._signature, self._timeout_seconds = signature, timeout_seconds
+        #: The words of the latest call, which `_signature` has, and the digest of that.
         self._words: tuple[Any, ...] = ()
+        self._digest: int | None = None
 
     def run(self, call: Call, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the results on every rank; inside `call`."""
@@ -230,10 +235,10 @@ class ArraysPlan(Compared):
                 name=call.name, call=call.where, place=call.place, step=call.step, structure=call.structure
             )
             self._words, self._digest = words, digest_of(self._signature)  # not before: a signal's handler may raise
-        return self.carry_out(call, self.plan, arrays, targets)
+        return carry_out(call, self.plan, arrays, self._signature, self._digest, self._timeout_seconds, targets)
 
 
-class NestPlan(Compared, CallPlan):
+class NestPlan(CallPlan):
     """The plan of arrays and numbers on the host, or of CuPy arrays, in plain nests; `out` is of the first call's kind.
 
     With a destination the results are `Mirrored`, and `out` says where they go.
@@ -242,8 +247,9 @@ class NestPlan(Compared, CallPlan):
         otherwise: makes the other calls, such as calls with an `out` of another kind.
         leaves: how to reach the arrays.
         transfer: the transfer of the arrays.
-        signature, timeout_seconds: see `Compared`.
+        signature, timeout_seconds: see `carry_out`.
         kinds: the types of the leaves.
+        layouts: dtype and shape of each array.
         destination: the ranks on which the results live; None for plain results on every rank.
     """
 
@@ -255,9 +261,11 @@ class NestPlan(Compared, CallPlan):
         signature: Signature,
         timeout_seconds: float | None,
         kinds: set[type],
+        layouts: tuple[Layout, ...],
         destination: Destination | None = None,
     ) -> None:
-        super().__init__(signature, timeout_seconds)
+        #: The signature, its digest, and the timeout.
+        self._compared = signature, digest_of(signature), timeout_seconds
         self.otherwise: CallPlan = otherwise
         self.leaves: Structure = leaves
         self.transfer: Transfer = transfer
@@ -265,7 +273,7 @@ class NestPlan(Compared, CallPlan):
         self._is_on_gpu = isinstance(transfer, GpuRoute)
         self._only_arrays = kinds == _ARRAYS or self._is_on_gpu
         #: Of arrays of other libraries, which are looked at in each call.
-        self._layouts = None if kinds <= _ARRAYS | _NUMBERS else transfer.layouts
+        self._layouts = None if kinds <= _ARRAYS | _NUMBERS else layouts
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
@@ -280,9 +288,9 @@ class NestPlan(Compared, CallPlan):
             transfer.weight = checked_weight(weight, ReduceOp.MEAN, call.where)
         if targets is not None:
             direct_targets = transfer.direct(arrays, targets) if transfer.writes_targets else None
-            write(self.carry_out(call, transfer, arrays, direct_targets), targets)
+            write(carry_out(call, transfer, arrays, *self._compared, direct_targets), targets)
             return out
-        results = self.carry_out(call, transfer, arrays)
+        results = carry_out(call, transfer, arrays, *self._compared)
         in_kinds: Any = results if self._only_arrays else [*map(in_kind, results, leaves)]
         if destination is not None:
             in_kinds = destination.mirrored(in_kinds)
@@ -328,13 +336,8 @@ def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
         raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
     if type(weight) in (int, float) and 0 <= weight < 2**63:  # larger ones, and other numbers, take longer
         return float(weight)
-    array = host_array(weight) if np.isscalar(weight) or hasattr(weight, "dtype") else np.empty(1)
-    if array.ndim != 0 or array.dtype.kind not in "iuf":
-        raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
-    number = float(array)
-    if not (math.isfinite(number) and number >= 0):
-        raise OptionError.at(where, found=f"weight={weight!r}", expected="a finite number that is not negative")
-    return number
+    number = host_array(weight)[()] if hasattr(weight, "dtype") else weight
+    return checked_number(where, "weight", number, "a finite number that is not negative")
 
 
 @lru_cache(maxsize=16)

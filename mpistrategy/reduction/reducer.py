@@ -38,9 +38,9 @@ from mpistrategy.reduction.plan import (
     WEIGHTED,
     ArraysPlan,
     CallPlan,
-    Compared,
     NestPlan,
     NumbersOfRanks,
+    carry_out,
     checked_weight,
     kind_of,
     normalized,
@@ -234,14 +234,15 @@ class AllReduce(General):
         layouts = layouts_of(arrays)
         transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK, on_gpu=is_on_gpu)
         if transfer is not None and is_weighted:
-            transfer = WeightedMeans(reducer, layouts, options, transfer)
+            transfer = WeightedMeans(reducer, layouts, options)
         is_elsewhere = out is not None and destination is None
         if transfer is None or (is_elsewhere and not takes(out, where, arrays, dtypes_of_results(layouts, op))):
             return None
         words = WEIGHTED if is_weighted else op.value, where.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, reducer.algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
-        return NestPlan(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)}, destination)
+        kinds, limit = {*map(type, leaves)}, options.timeout_seconds
+        return NestPlan(self, where, transfer, signature, limit, kinds, layouts, destination)
 
 
 class Reduce(AllReduce):
@@ -261,7 +262,6 @@ class Reducer:
     Attributes:
         algorithm, options: the arguments, or what `use` has set.
         is_alone: whether there is one replica only, without MPI.
-        changes: how often the algorithm or the options have been set.
     """
 
     def __init__(self, communicator: Ranks, algorithm: Algorithm, options: CommunicationOptions) -> None:
@@ -269,7 +269,6 @@ class Reducer:
         self.is_alone: bool = isinstance(communicator, Alone)
         self.algorithm: Algorithm = algorithm
         self.options: CommunicationOptions = options
-        self.changes: int = 0
         #: By call site, operation, options and kind of value.
         self._plans: dict[Any, Any] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
@@ -280,7 +279,6 @@ class Reducer:
         self.algorithm, self.options = algorithm, options
         if options.timeout_seconds is not None:
             self.communicator.guard.timeout = time_limit(options.timeout_seconds)
-        self.changes += 1
         self._plans.clear()
 
     def run(
@@ -366,14 +364,12 @@ class Reducer:
             on_gpu = any(map(is_on_device, arrays))
             means = self.cached(
                 (WeightedMeans, layouts, settings, on_gpu),
-                lambda: WeightedMeans(
-                    self, layouts, settings, None if on_gpu else self.plan_for(layouts, op, settings)
-                ),
+                partial(WeightedMeans, self, layouts, settings, on_gpu=on_gpu),
             )
             means.weight = own_weight
             words = "reduce", WEIGHTED, call.structure, tuple(map(layout_of, arrays)), EVERY_RANK.text
             signature = Signature(*words, self.algorithm._settings(settings), call.name, call.where, call.place)
-            results = Compared(signature, None).carry_out(call, means, arrays)
+            results = carry_out(call, means, arrays, signature)
             ranks.guard.wait_for_gpu(event_of_reads(components))
         else:
             values = [*map(_own_value, components, arrays)]
@@ -432,7 +428,7 @@ class Reducer:
     def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], *, on_gpu: bool = False) -> ArraysPlan | None:
         """Return the plan of ordinary arrays with the algorithm and the options in force; None without a plan.
 
-        It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until `changes` grows.
+        It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until others are set.
 
         Args:
             op: how they are combined.
@@ -485,14 +481,14 @@ class Reducer:
 class WeightedMeans(Transfer):
     """The weighted means of arrays.
 
-    Where a plain mean takes the mailboxes, the weights lie there, too.  Else the ranks learn the weights with the check
-    of the call, and then add up the products.
+    Small arrays lie in the mailboxes, and the weights beside them, if the algorithm adds in rank order.  Else the ranks
+    learn the weights with the check of the call, and then add up the products.
 
     Args:
         reducer: adds them up.
         layouts: dtype and shape of each array.
         options: of the call.
-        plan: of the plain mean; None without one.
+        on_gpu: whether some arrays are in GPU memory.
     """
 
     def __init__(
@@ -500,13 +496,12 @@ class WeightedMeans(Transfer):
         reducer: Reducer,
         layouts: tuple[Layout, ...],
         options: CommunicationOptions,
-        plan: Transfer | None,
+        *,
+        on_gpu: bool = False,
     ) -> None:
-        self.layouts = layouts
         self._reducer, self._options = reducer, None if options == reducer.options else options
         ranks = reducer.communicator
         self._results = dtypes_of_results(layouts, ReduceOp.MEAN)
-        is_small = plan is not None and plan.is_in_mailboxes
         rows = zip(self._results, layouts, strict=True)
         # The weight, and the arrays in the dtypes of their products with it.
         with_weight = (
@@ -514,7 +509,8 @@ class WeightedMeans(Transfer):
             *((np.result_type(dtype, np.float64), shape) for dtype, (_, shape) in rows),
         )
         # Four times: every rank makes all products.
-        self._in_mailboxes = in_mailboxes(ranks, with_weight, 4 * ranks.size) if is_small else None
+        may_be_small = reducer.algorithm._works_in_place and not on_gpu
+        self._in_mailboxes = in_mailboxes(ranks, with_weight, 4 * ranks.size) if may_be_small else None
         if self._in_mailboxes is None:
             self._weights = ranks.once(NumbersOfRanks, partial(NumbersOfRanks, ranks, 1))
 

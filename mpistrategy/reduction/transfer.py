@@ -206,22 +206,18 @@ class Transfer(ABC):
 
     Attributes:
         packs: the buffers that travel: several arrays in one, or one array by itself.
-        layouts: dtype and shape of each array.
         writes_targets: whether `bring` takes targets.
         sparingly: whether `run` needs no barrier before it; see `Call.agree`.
         least_in_place: from how many bytes on results are best written over the arrays.
-        is_in_mailboxes: whether the arrays lie in the mailboxes, beside the check of the call.
         weight: of this rank's arrays, for weighted means; set before each call.
     """
 
     weight: float
 
     packs: tuple[Pack, ...] = ()
-    layouts: tuple[Layout, ...] = ()
     writes_targets: bool = False
     sparingly: bool = True
     least_in_place: int = 0
-    is_in_mailboxes: bool = False
 
     def direct(self, arrays: Sequence[Array], targets: Sequence[Any]) -> Targets:
         """Return for each array the target itself where its result may be written there while others are read.
@@ -507,8 +503,6 @@ def _arrays_in(memory: Array, layouts: tuple[Layout, ...]) -> list[Array]:
 class MailboxRoute(Transfer):
     """The route of arrays that fit into a mailbox."""
 
-    is_in_mailboxes = True
-
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self._mailboxes = mailboxes
         self._combine: Combine = COMBINE[op._on_the_wire]
@@ -618,13 +612,12 @@ class FirstMessageRoute(Transfer):
         self.packs: tuple[Pack, ...] = packs_of(layouts)
         self._divisor = op._divisor(np.dtype(np.float64), communicator.size)
         #: For each array its numbers in the message, their sums, and its dtype on the wire.
-        self._rows: list[tuple[Array, Array, np.dtype[Any]]] = []
-        start = 0
-        for dtype, shape in layouts:
-            part = slice(start, start + prod(shape))
-            numbers, sums = message.values[part].reshape(shape), message.sums[part].reshape(shape)
-            self._rows.append((numbers, sums, host_wire_dtype(dtype)))
-            start = part.stop
+        ends = np.cumsum([prod(shape) for _, shape in layouts])
+        places = zip(layouts, np.split(message.values, ends), np.split(message.sums, ends), strict=False)
+        self._rows: list[tuple[Array, Array, np.dtype[Any]]] = [
+            (numbers.reshape(shape), sums.reshape(shape), host_wire_dtype(dtype))
+            for (dtype, shape), numbers, sums in places
+        ]
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Write this rank's numbers into the message."""

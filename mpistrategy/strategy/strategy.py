@@ -85,7 +85,7 @@ from mpistrategy.options import (
 )
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.collectives import Broadcast, Gather, checked_axis, identity
-from mpistrategy.reduction.inputs import refuse_mirrored_sum
+from mpistrategy.reduction.inputs import own_component
 from mpistrategy.reduction.reducer import General, Reduce
 from mpistrategy.reduction.transfer import finish
 from mpistrategy.strategy.extended import StrategyExtended
@@ -872,8 +872,7 @@ class ReduceAlong(General):
         if call.structure != nest.LEAF.text:
             found = f"a structure {call.structure} with {axis=}"
             raise OptionTypeError.at(where, found=found, expected="a single array")
-        refuse_mirrored_sum(value, op, where)
-        component = contribution(value)
+        component = contribution(own_component(value, op, where))
         array = reducible(component, where)
         axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
         if len(set(axes)) != len(axes):

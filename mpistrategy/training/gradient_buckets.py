@@ -84,9 +84,6 @@ class GradientBuckets:
                 found="a loop over gradients that are ready, and may be reduced already",
                 expected="apply_gradients(buckets)",
             )
-        return self._pairs()
-
-    def _pairs(self) -> Iterator[tuple[Array, Variable]]:
         return zip(self.values, self.variables, strict=True)
 
     def ready(self, which: Variable | int) -> None:

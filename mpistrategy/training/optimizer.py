@@ -280,7 +280,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         with Call(strategy.extended.communicator.guard, where, name) as call:
             try:
                 buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None
-                pairs = grads_and_vars if buckets is None else buckets._pairs()
+                pairs = grads_and_vars if buckets is None else zip(buckets.values, buckets.variables, strict=True)
                 gradients, plan = find_plan(self._plans, pairs, strategy, where)
                 arrays = plan.ordinary(gradients, where)
                 call.step = 0 if self.iterations is None else int(self.iterations._storage)
@@ -360,7 +360,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         """Prepare the reduction of ordinary gradients, unless it is prepared already; collective then."""
         extended, reducer = plan.strategy.extended, plan.strategy.extended._reducer
         screens = self.global_clipnorm is not None or self.nonfinite is not None
-        key = (kernel is None, screens, self.aggregation, reducer.changes)
+        key = (kernel is None, screens, self.aggregation, reducer.algorithm, reducer.options)
         if (*key, len(self._arenas)) == plan.key:
             return
         plan.sliced, slots = None, self._wanted_slots(plan)

@@ -33,7 +33,7 @@ from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 from mpistrategy.reduction.inputs import arrays_of, in_kind
-from mpistrategy.reduction.plan import usual_plan
+from mpistrategy.reduction.plan import usual_route
 from mpistrategy.reduction.transfer import layouts_of
 from mpistrategy.strategy.extended import StrategyExtended
 
@@ -104,7 +104,7 @@ class SketchedPlan:
         self.where = where
         arrays = arrays_of(where.take(value)) or []
         self.layouts = layouts_of(arrays)
-        self.plan = usual_plan(ranks, self.layouts, SUM)
+        self.plan = usual_route(ranks, self.layouts, SUM, 0, None)
         values = tuple((dtype_name(dtype), shape) for dtype, shape in self.layouts)
         self.signature = Signature(
             "reduce", "SUM", where.text, values, "every rank", "", name or "", "sketch", "" if name else place

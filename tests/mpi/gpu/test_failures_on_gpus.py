@@ -141,7 +141,7 @@ def test_a_rank_without_memory_for_its_results_has_sent_all(monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(gpu, "_views", out_of_memory)
+            patch.setattr(gpu.GpuRoute, "unpacked", out_of_memory)
         first, *others = outcomes(reduce)
         assert "there is none left" in first.text
         assert [one.error for one in others] == [None] * (SIZE - 1)
