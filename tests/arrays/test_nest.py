@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import pickle
+import shelve
 import types
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays import nest
 
@@ -40,6 +43,21 @@ class Pair(tuple[Any, ...]):
     """A tuple subclass without fields."""
 
 
+class Both(Point):
+    """A namedtuple with a constructor of its own."""
+
+    def __new__(cls, both: Any) -> Both:
+        return cls._make(both)
+
+
+class AttrDict(dict[str, Any]):
+    """A dict whose attributes are its items."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.__dict__ = self
+
+
 leaves = st.one_of(st.integers(), st.floats(allow_nan=False), st.none(), st.text(max_size=3), st.booleans())
 keys = st.one_of(st.text(max_size=3), st.integers(0, 9), st.none(), st.tuples(st.integers(0, 2)))
 nests = st.recursive(
@@ -51,6 +69,7 @@ nests = st.recursive(
         st.dictionaries(keys, inner, max_size=3),
         st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
         st.builds(Point, inner, inner),
+        st.tuples(inner, inner).map(Both),
         st.builds(Model, inner, inner),
         st.builds(Frozen, loss=inner),
     ),
@@ -134,6 +153,8 @@ def test_everything_else_is_a_leaf(leaf: Any) -> None:
         collections.UserDict({"b": 1, "a": 2}),
         types.MappingProxyType({"b": 1, "a": 2}),
         collections.ChainMap({"b": 1}, {"a": 2}),
+        AttrDict({"b": 1, "a": 2}),
+        shelve.Shelf({b"b": pickle.dumps(1), b"a": pickle.dumps(2)}),  # a copy has the same memory
     ],
     ids=lambda mapping: type(mapping).__name__,
 )
@@ -143,6 +164,7 @@ def test_other_mappings_keep_their_items(mapping: Any) -> None:
     assert not isinstance(mapping, dict) or type(again) is type(mapping)
     assert getattr(again, "default_factory", None) is getattr(mapping, "default_factory", None)
     assert dict(again) == {key: value * 10 for key, value in mapping.items()}
+    assert getattr(again, "a", again["a"]) == again["a"]
 
 
 def test_a_dataclass_is_replaced_not_changed() -> None:
@@ -154,10 +176,17 @@ def test_a_dataclass_is_replaced_not_changed() -> None:
     assert nest.leaf_paths(model) == [".weights", ".bias['b']"]
 
 
-def test_a_structure_that_contains_itself_and_too_few_leaves_are_refused() -> None:
+def test_a_namedtuple_of_numbers_is_not_one_array(strategy: ms.Strategy) -> None:
+    reduced = strategy.extended.reduce_to("SUM", Point(1.5, 2.5), strategy.extended.worker_devices)
+    assert type(reduced) is Point
+    assert (float(reduced.x), float(reduced.y)) == (1.5, 2.5)
+
+
+def test_a_structure_that_contains_itself_keys_of_one_text_and_too_few_leaves_are_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(errors.StructureError):
-        nest.flatten(endless)
+    for bad in (endless, {complex("nan"): 1, complex("nan"): 2}):
+        with pytest.raises(errors.StructureError):
+            nest.flatten(bad)
     with pytest.raises((StopIteration, RuntimeError, ValueError)):
         nest.flatten([1, 2])[1].pack([1])
