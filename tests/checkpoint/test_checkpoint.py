@@ -147,6 +147,16 @@ def test_lists_that_grow_and_shrink(strategy: ms.MirroredStrategy, folder: Path)
     assert mixed["log"] == [1]
 
 
+def test_one_object_at_two_places_and_lists_in_dicts(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    array, twice, inner = np.zeros(2), [0], [0]
+    saved = {"m": np.ones(2), "v": np.full(2, 5.0), "first": [1], "then": [2], "in": {"list": [3]}}
+    checkpoint_of(strategy, state=saved).save(folder / "c")
+    live = {"m": array, "v": array, "first": twice, "then": twice, "in": {"list": inner}}
+    checkpoint_of(strategy, state=live).restore(folder / "c")
+    assert repr(live) == repr(saved)
+    assert inner == [3]
+
+
 class Model:
     """An object that tells its own state; a variable in it is restored by us."""
 
