@@ -124,6 +124,8 @@ def test_a_loop_without_steps_adds_what_each_rank_has(strategy: ms.Strategy, mea
         ((None,), errors.LeafError),
         ((1j,), errors.LeafError),
         (([[1], [1, 2]],), errors.LeafError),
+        ((np.ma.masked_equal([1.0, 2.0], 2),), errors.LeafError),
+        ((np.datetime64("2026-01-01"),), errors.LeafError),
         ((np.ones(3), "heavy"), errors.LeafError),
         ((np.ones(3), np.ones(2)), errors.ShapeError),
     ],
