@@ -45,6 +45,7 @@ BAD_PAIRS: dict[str, tuple[Any, type[Exception]]] = {
     "complex": (lambda v: (np.ones((4, 2), complex), v.second), errors.DTypeError),
     "text": (lambda v: (np.full((4, 2), "x"), v.second), errors.DTypeError),
     "bool": (lambda v: (np.ones((4, 2), bool), v.second), errors.DTypeError),
+    "a sum that may wrap": (lambda v: (np.ones((4, 2), np.int8), v.second), errors.DTypeError),
     "the wrong way round": (lambda v: (v.second, SECOND), errors.OptionError),
     "an integer variable": (lambda v: (np.ones(3), v.integer), errors.OptionError),
     "another strategy's": (lambda v: (np.ones(3), v.foreign), errors.OptionError),
@@ -89,7 +90,9 @@ def test_a_step_refused_on_the_last_rank_changes_nothing(
     assert optimizer.next_step() == 3
 
 
-def test_a_step_outside_a_step_function_and_without_a_formula_is_refused(strategy: ms.Strategy) -> None:
+def test_a_step_outside_a_step_function_and_without_a_formula_is_refused(
+    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (variable,) = model(strategy, SHAPES[:1])
     with strategy.scope(), pytest.raises(errors.ContextError, match=r"strategy\.run"):
         OPTIMIZERS["SGD"]().apply_gradients([(FIRST, variable)])
@@ -97,9 +100,10 @@ def test_a_step_outside_a_step_function_and_without_a_formula_is_refused(strateg
         apply(strategy, Optimizer(0.1), [FIRST], [variable])
     with pytest.raises(errors.LeafError, match=r"Forgetful\.change"):
         apply(strategy, Forgetful(0.1), [FIRST], [variable])
+    assert (FIRST == RANK + 1).all()
     if SIZE > 1:
         own = Forgetful(0.1)
-        own.decay = np.float32(RANK)
+        monkeypatch.setattr(Forgetful, "decay", np.float32(RANK))
         all_raise(errors.CollectiveMismatchError, apply, strategy, own, [FIRST], [variable], words=["decay"])
         all_raise(errors.OptionError, strategy_build, strategy, own, [variable, *[3] * (RANK == 0)])
 
@@ -108,7 +112,8 @@ class Forgetful(Optimizer):
     decay: Any = 0.0
 
     def change(self, gradient: Any, slots: Any) -> Any:
-        """Return nothing."""
+        """Work in place, and return nothing."""
+        gradient *= 2
 
 
 def strategy_build(strategy: ms.Strategy, optimizer: Optimizer, variables: Any) -> None:

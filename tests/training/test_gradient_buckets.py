@@ -69,6 +69,8 @@ def test_mistakes(place: ms.Strategy) -> None:
     with pytest.raises(errors.ContextError), place.scope():
         buckets.ready(0)
     place.run(buckets.ready, args=(0,))
+    with pytest.raises(errors.OptionError, match=r"expected apply_gradients\(buckets\)"):
+        iter(buckets)
     wrong: list[tuple[Any, type[Exception], str]] = [
         ("first", errors.OptionTypeError, "first"),
         (8, errors.OptionError, "8 variables"),

@@ -270,6 +270,15 @@ def test_what_changes_between_steps_counts(fresh: ms.Strategy, of: str, name: st
     assert int(pair.one.iterations or 0) == 6
 
 
+def test_a_momentum_may_be_off_for_a_while(strategy: ms.Strategy) -> None:
+    """And a variable that joins in the meantime has no slot at first."""
+    pair = twins(strategy, "momentum")
+    for number, (momentum, count) in enumerate([(0.9, 1), (0.0, 2), (0.9, 2)]):
+        pair.one.momentum = pair.two.momentum = momentum
+        gradients = gradients_for(pair.ours, number)
+        pair.step(gradients, gradients, slice(count))
+
+
 def test_a_counter_of_the_programs_own_counts_on(fresh: ms.Strategy) -> None:
     variables, optimizer = model(fresh), Adam(0.1)
     mine, other = (
@@ -328,6 +337,18 @@ def test_a_rank_that_is_a_step_ahead_is_found(strategy: ms.Strategy, dtype: str)
         words=["they differ in: step"],
     )
     assert state(optimizer, variables) == before
+
+
+@several
+def test_after_a_setting_that_differed_equal_steps_work(strategy: ms.Strategy) -> None:
+    pair = twins(strategy, "momentum")
+    for number in range(4):
+        gradients = gradients_for(pair.ours, number)
+        pair.one.nonfinite = "skip" if number == 2 and RANK else None
+        if number == 2:
+            all_raise(errors.CollectiveMismatchError, apply, strategy, pair.one, gradients, pair.ours)
+        else:
+            pair.step(gradients, gradients)
 
 
 @pytest.mark.skipif(PATH == "plain", reason="each rank updates all of its copies")
