@@ -200,8 +200,9 @@ def test_global_batches_are_the_same_on_one_rank_and_on_many_and_an_epoch_goes_o
     with one.scope():
         ms.Checkpoint(sampler=resumed).restore(folder)
     assert [set(batch.tolist()) for batch in resumed.over(loader(resumed, 3 * SIZE))] == whole[2:]
-    with pytest.raises(errors.OptionError, match="seed"):
-        mst.Sampler(rows, strategy=strategy, seed=9).load_state_dict(resumed.state_dict())
+    for other in ({"seed": 9}, {"shuffle": False}):
+        with pytest.raises(errors.OptionError, match="seed"):
+            mst.Sampler(rows, strategy=strategy, **other).load_state_dict(resumed.state_dict())
     for bad in ({"data": rows, "seed": -1}, {"data": -1}):
         with pytest.raises(errors.OptionError, match="expected 0 or more"):
             mst.Sampler(**bad, strategy=strategy)

@@ -158,6 +158,7 @@ def test_without_an_end() -> None:
     with pytest.raises(TypeError, match="no length"):
         len(data)
     assert list(ms.Dataset.from_arrays(np.arange(3), 4, drop_remainder=True, epochs=None)) == []
+    assert parts_of(ms.Dataset.from_arrays(np.arange(1), 2, epochs=None), 2, drop_remainder=True) == [[], []]
 
 
 def test_what_slices_of_a_source_are_is_kept() -> None:
