@@ -35,7 +35,7 @@ def said(logger: logging.Logger, **options: object) -> str:
     ms.telemetry.setup_logging(**{"logger": logger, "format": "%(message)s", "stream": stream, **options})  # type: ignore[arg-type]
     for level in ("debug", "info", "warning", "error"):
         getattr(logger, level)(level)
-    logger.info("all", extra=ms.telemetry.ALL_RANKS)
+    logger.info("all", extra=ms.telemetry.ALL_RANKS if options else {"ranks": "ALL"})
     logger.info("last", extra={"ranks": [SIZE - 1]})
     return "".join(f"{line.removeprefix(PREFIX)} " for line in stream.getvalue().splitlines()).strip()
 

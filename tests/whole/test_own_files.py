@@ -45,6 +45,9 @@ def test_a_file_is_written_as_a_whole(tmp_path: Path) -> None:
     write(b"new")
     assert (tmp_path / "x").read_text() == "new"
     assert os.listdir(tmp_path) == ["x"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"), own_files.whole_file(str(tmp_path / "pipe")):
+        pass
 
 
 def test_what_steers_a_terminal_is_shown_as_an_escape() -> None:

@@ -48,6 +48,7 @@ fail() if rank == {bad} else {wait}
 WAITS = {
     "in a library collective": 'strategy.reduce("SUM", 1.0)',
     "in an MPI call of the user's": "MPI.COMM_WORLD.Barrier()",
+    "in one more collective, then MPI": 'strategy.barrier("last") or MPI.COMM_WORLD.Barrier()',
     "computing": "time.sleep(30)",
 }
 # What the bad rank does, the job's status (None: any but 0), what its stderr must hold on that rank.
@@ -67,6 +68,9 @@ ENDS: dict[str, tuple[str, int | None, str]] = {
         "try:\n    sys.exit(3)\nexcept SystemExit as error:\n    kept = error\n    raise",
         3,
         r"sys.exit\(3\) was called here",
+    ),
+    "sys.exit(3), a call in its finally block": (
+        'try:\n    sys.exit(3)\nfinally:\n    strategy.barrier("last")', 3, r"sys.exit\(3\) was called here",
     ),
     "a thread": (
         'threading.Thread(target=lambda: {}["the reason"], name="worker").start()\ntime.sleep(30)',
@@ -109,6 +113,7 @@ CASES = [
     ("SystemExit that is written out", "in a library collective", True, 1, RUN),
     ("exit() in the scope", "in an MPI call of the user's", True, 1, RUN),
     ("a kept SystemExit", "in an MPI call of the user's", True, 1, []),
+    ("sys.exit(3), a call in its finally block", "in one more collective, then MPI", True, 1, []),
     ("a thread", "in a library collective", True, 1, []),
     ("a thread", "in an MPI call of the user's", False, 0, RUN),
     ("merge_fn", "in a library collective", True, 1, []),
