@@ -37,6 +37,14 @@ def test_read_only_is_said(strategy: ms.Strategy) -> None:
         strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", lazy, out=lazy))
 
 
+def test_autograd_learns_of_a_result_that_is_written(strategy: ms.Strategy) -> None:
+    factor = torch.ones(3)
+    product = torch.ones(3, requires_grad=True) * factor
+    strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", torch.ones(3), out=factor))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 @shares
 def test_a_sum_that_nothing_holds_is_not_pointed_at(strategy: ms.Strategy) -> None:
     counted = new_variable(strategy, 1.0, synchronization="ON_READ", aggregation="SUM")

@@ -154,6 +154,20 @@ NARROW = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in NARROW if "uint" in str(dtype)], ids=str)
+def test_averages_that_torch_cannot_divide_are_refused(dtype: Any) -> None:
+    with pytest.raises(ms.errors.DTypeError, match="AVG"):
+        dist.all_reduce(torch.ones(3).to(dtype), op=dist.ReduceOp.AVG)
+    assert added() == SIZE
+
+
+def test_results_that_are_not_waited_for_yet() -> None:
+    functional = pytest.importorskip("torch.distributed._functional_collectives")
+    lazy = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+    dist.all_reduce(lazy)
+    assert lazy.tolist() == [SIZE**2] * 2
+
+
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_dtypes_that_torch_itself_cannot_add(dtype: Any) -> None:
     mine = torch.full((3,), RANK + 1.0).to(dtype)
@@ -258,6 +272,10 @@ def test_messages() -> None:
     for each in works:
         each.wait()
     assert mine.tolist() == [before] * 3
+    dist.isend(torch.full((300_000,), float(RANK)), after)  # which nobody holds
+    large = torch.empty(300_000)
+    dist.recv(large, before)
+    assert (large == before).all()
     to_self, mine = dist.isend(torch.ones(1), RANK, tag=9), torch.zeros(1)
     dist.irecv(mine, RANK, tag=9).wait()
     to_self.wait()
