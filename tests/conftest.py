@@ -441,6 +441,30 @@ def strategy() -> Iterator[mpistrategy.MirroredStrategy]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def other() -> Iterator[mpistrategy.MirroredStrategy]:
+    """Another strategy of the same ranks."""
+    with contextlib.closing(mpistrategy.MirroredStrategy()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[mpistrategy.Strategy]:
+    """As many ranks as there are, every second one as if on another node; one node for one rank."""
+    from replicas import RANKS, OnNodes  # here: most tests use no such strategy
+
+    with contextlib.closing(OnNodes([rank % 2 for rank in RANKS], mpistrategy.MpiAllReduce())) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    from checkpoints import shared_folder  # here: most tests write nothing
+
+    return shared_folder(tmp_path)
+
+
 @pytest.fixture(autouse=True)
 def _strategy_still_works(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test that has a `strategy`, whatever was refused or failed in it, the ranks sum as before."""

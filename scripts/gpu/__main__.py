@@ -156,7 +156,7 @@ def sanitizer(lane: Lane, row: Row) -> Outcome:
     return Outcome(NOT_RUN if "not supported" in ended.output.lower() else WRONG, ended.why)
 
 
-VALUES = ("variables/test_gpu_variables.py", "arrays/test_foreign_arrays.py", "training/test_gpu_update.py")
+VALUES = ("variables/test_gpu_variables.py", "arrays/test_foreign_arrays.py")
 COLLECTIVES = "mpi/gpu/test_device_collectives.py"
 STAYS = (COLLECTIVES, "reduction/test_gpu_stays_there.py")
 TRANSPORTS = (

@@ -47,11 +47,6 @@ def tell(number: int = USR2, *ranks: int) -> None:
 
 
 @pytest.fixture
-def folder(folder: Path) -> Path:
-    return folder / "run one"
-
-
-@pytest.fixture
 def made(strategy: ms.MirroredStrategy, folder: Path) -> Iterator[Made]:
     """Make handlers that raise Stop; at the end the signals belong to who had them before."""
     handlers = []

@@ -47,13 +47,6 @@ ORDERS: dict[str, Callable[[int], int]] = {
 }
 
 
-@pytest.fixture
-def alone() -> None:
-    """What needs no MPI runs once, in the session on 1 rank."""
-    if SIZE > 1:
-        pytest.skip("runs in the session on 1 rank")
-
-
 @pytest.fixture(scope="module")
 def strategies() -> Iterator[dict[str, ms.Strategy]]:
     """Strategies of all ranks, on one node and on made-up nodes."""
@@ -122,7 +115,7 @@ def on_replicas(contributions: Sequence[Any], op: str = "SUM", bytes_per_pack: i
 # --------------------------------------------------------------------------------- simulated: any number of replicas
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.one_rank
 @settings(max_examples=part_of(150))
 @given(
     dtype=st.sampled_from(FLOATS),
@@ -154,7 +147,7 @@ def test_the_same_contributions_give_the_same_bits(
         assert bits(np.concatenate(total)) == wanted
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.one_rank
 @settings(max_examples=part_of(150))
 @given(
     dtype=st.sampled_from(FLOATS),
@@ -181,7 +174,7 @@ def test_the_sum_is_within_the_bound(dtype: np.dtype[Any], kind: str, seed: int,
         assert error <= bound
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.one_rank
 @settings(max_examples=part_of(100))
 @given(st.permutations(range(6)), st.integers(0, 2**32))
 @example([0, 1, 2, 3, 4, 5], 0)
@@ -194,7 +187,7 @@ def test_the_other_operations(order: list[int], seed: int) -> None:
         assert bits(on_replicas([*others, *(arrays[number] for number in order)], op)[-1]) == wanted
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.one_rank
 def test_zeros_infinities_and_nan() -> None:
     odd = np.array([0x7FF8000000000123], np.uint64).view(np.float64)[0]  # a NaN with something in it
     tiny = np.float64(5e-324)

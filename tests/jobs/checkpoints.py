@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from replicas import gather_texts
+from replicas import gather_texts, in_scope
 
 import mpistrategy as ms
 from mpistrategy.checkpoint import files, saving
@@ -22,8 +22,7 @@ def shared_folder(tmp_path: Path) -> Path:
 
 def checkpoint_of(strategy: ms.Strategy, **objects: Any) -> ms.Checkpoint:
     """Make a checkpoint of a strategy."""
-    with strategy.scope():
-        return ms.Checkpoint(**objects)
+    return in_scope(strategy, lambda: ms.Checkpoint(**objects))
 
 
 @contextmanager

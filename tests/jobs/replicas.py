@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -37,6 +37,7 @@ INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 INEXACT = ["float16", BFLOAT16, "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble"]
 DTYPES = [np.dtype(dtype) for dtype in [*INTEGERS, *INEXACT]]
 SIXTEEN_BITS = [np.dtype(np.float16), BFLOAT16]
+Made = TypeVar("Made")
 
 
 def part_of(count: int) -> int:
@@ -184,11 +185,20 @@ def outcomes(function: Callable[..., Any], *args: Any) -> list[Outcome]:
     return results
 
 
+def all_refuse(
+    kind: type[Exception], function: Callable[..., Any], *args: Any, words: Iterable[str] = ()
+) -> list[Outcome]:
+    """Check that a call raises an error of ours of some kind, also of Python's, with these words, on every rank."""
+    ended = outcomes(function, *args)
+    assert all(issubclass(end.error or object, kind) for end in ended), ended  # of others' errors no kind is known
+    assert all(word in end.text for end in ended for word in words), ended
+    return ended
+
+
 def all_raise(error: type[Exception], function: Callable[..., Any], *args: Any, words: Iterable[str] = ()) -> str:
     """Check that a call raises an error of this class, with these words, on every rank; return the text of rank 0's."""
-    ended = outcomes(function, *args)
+    ended = all_refuse(error, function, *args, words=words)
     assert {end.error for end in ended} == {error}, ended
-    assert all(word in end.text for end in ended for word in words), ended
     return ended[0].text
 
 
@@ -239,10 +249,15 @@ def made(makers: Mapping[str, Callable[[], ms.Strategy]]) -> Iterator[dict[str, 
         strategy.close()
 
 
+def in_scope(strategy: ms.Strategy, make: Callable[[], Made]) -> Made:
+    """Return what is made in the scope of a strategy."""
+    with strategy.scope():
+        return make()
+
+
 def new_variable(strategy: ms.Strategy, value: Any, **options: Any) -> ms.Variable:
     """Make a variable of a strategy."""
-    with strategy.scope():
-        return ms.Variable(value, **options)
+    return in_scope(strategy, lambda: ms.Variable(value, **options))
 
 
 class OnNodes(ms.Strategy):
@@ -275,6 +290,11 @@ def pieces_of(strategy: ms.Strategy, max_count: int) -> Iterator[None]:
 def in_step(strategy: ms.Strategy, function: Callable[[Any], Any]) -> Any:
     """Return what `function` makes of the replica context, in a step."""
     return strategy.run(lambda: function(ms.get_replica_context()))
+
+
+def all_reduce(strategy: ms.Strategy, op: Any, value: Any, **more: Any) -> Any:
+    """Return what all_reduce gives in a step."""
+    return strategy.run(lambda: context().all_reduce(op, value, **more))
 
 
 def numbers_of(shape: Any, dtype: str, rank: int = RANK) -> np.ndarray:

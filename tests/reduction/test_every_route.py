@@ -32,6 +32,7 @@ from replicas import (
     SIXTEEN_BITS,
     SIZE,
     OnNodes,
+    all_reduce,
     bits,
     context,
     expected,
@@ -254,13 +255,9 @@ def assert_took(words: Sequence[str], strategy: ms.Strategy, value: Any, op: str
 # ------------------------------------------------------------------------------------- the ways to ask
 
 
-def in_step(strategy: ms.Strategy, op: str, value: Any, **more: Any) -> Any:
-    return strategy.run(lambda: context().all_reduce(op, value, **more))
-
-
 def again(strategy: ms.Strategy, op: str, value: Any, layout: int) -> Any:
     """The first call of a place and the later ones differ inside."""
-    results = [in_step(strategy, op, value) for _ in range(3)]
+    results = [all_reduce(strategy, op, value) for _ in range(3)]
     kept = {b"".join(map(bits, nest.flatten(result)[0])) for result in results}
     assert len(kept) == 1
     return results[0]
@@ -282,9 +279,9 @@ def target_for(op: str, leaf: Array, layout: int) -> Array:
 def into(strategy: ms.Strategy, op: str, value: Any, layout: int) -> Any:
     leaves, structure = nest.flatten(value)
     if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return in_step(strategy, op, value)
+        return all_reduce(strategy, op, value)
     targets = [target_for(op, leaf, layout + at) for at, leaf in enumerate(leaves)]
-    found = in_step(strategy, op, value, out=structure.pack(targets))
+    found = all_reduce(strategy, op, value, out=structure.pack(targets))
     assert all(leaf is target for leaf, target in zip(nest.flatten(found)[0], targets, strict=True))
     return found
 
@@ -292,12 +289,12 @@ def into(strategy: ms.Strategy, op: str, value: Any, layout: int) -> Any:
 def in_place(strategy: ms.Strategy, op: str, value: Any, layout: int) -> Any:
     leaves, structure = nest.flatten(value)
     if not all(isinstance(leaf, np.ndarray) and (op != "MEAN" or leaf.dtype.kind not in "iu") for leaf in leaves):
-        return in_step(strategy, op, value)
+        return all_reduce(strategy, op, value)
     targets = [target_for(op, leaf, layout + at) for at, leaf in enumerate(leaves)]
     for target, leaf in zip(targets, leaves, strict=True):
         target[...] = leaf
     own = structure.pack(targets)
-    return in_step(strategy, op, own, out=own)
+    return all_reduce(strategy, op, own, out=own)
 
 
 def in_the_background(strategy: ms.Strategy, op: str, value: Any, layout: int) -> Any:
@@ -308,13 +305,13 @@ def in_the_background(strategy: ms.Strategy, op: str, value: Any, layout: int) -
 def in_an_arena(strategy: ms.Strategy, op: str, value: Any, layout: int) -> Any:
     leaves = nest.flatten(value)[0]
     if op == "MEAN" and any(np.asarray(leaf).dtype.kind in "iu" for leaf in leaves):
-        return in_step(strategy, op, value)  # a mean of integers has another dtype: refused
+        return all_reduce(strategy, op, value)  # a mean of integers has another dtype: refused
     with closing(strategy.arena(value, shared_result=layout % 2 == 0)) as arena:
         for _ in range(2):  # in the same memory
             targets = nest.flatten(arena.values)[0]
             for target, leaf in zip(targets, leaves, strict=True):
                 target[...] = leaf
-            found = in_step(strategy, op, arena)
+            found = all_reduce(strategy, op, arena)
         for target, leaf in zip(targets, leaves, strict=True) if layout % 2 == 0 else ():
             assert bits(target) == bits(np.asarray(leaf, target.dtype)), "its own values were changed"
         return nest.map_structure(np.array, found)
@@ -324,7 +321,7 @@ def with_options(strategy: ms.Strategy, op: str, value: Any, layout: int) -> Any
     """Small packs; and bfloat16 between nodes, which rounds sums alone."""
     wire = "bfloat16" if op in ("MIN", "MAX", "PROD") else None
     options = ms.CommunicationOptions(bytes_per_pack=(0, 1, 8, 100, 1024)[layout % 5], wire=wire)
-    return in_step(strategy, op, value, options=options)
+    return all_reduce(strategy, op, value, options=options)
 
 
 def outside(strategy: ms.Strategy, op: str, value: Any, layout: int) -> Any:
@@ -407,7 +404,7 @@ def test_in_gpu_memory(cupy: Any, monkeypatch: pytest.MonkeyPatch, path: str, va
                 out = None
                 if with_out and (op != "MEAN" or all(arrays[0].dtype.kind not in "iu" for arrays in everyones)):
                     out = nest.map_structure(lambda leaf: cupy.zeros(leaf.shape, leaf.dtype), placed)
-                found = in_step(strategy, op, placed, out=out)
+                found = all_reduce(strategy, op, placed, out=out)
                 check(op, nest.map_structure(cupy.asnumpy, found), everyones, rounded=True)
             assert_took((f"({path}: ",), strategy, placed, op)
 

@@ -11,7 +11,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from replicas import RANK, RANKS, SIZE, bits, context, made, outcomes, rows, several
+from replicas import RANK, RANKS, SIZE, all_reduce, bits, made, outcomes, rows, several
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -37,10 +37,6 @@ def strategies() -> Iterator[dict[str, ms.Strategy]]:
     yield from made({name: lambda each=each: make(each) for name, each in THRESHOLDS.items()})
 
 
-def reduced(strategy: ms.Strategy, value: Any, op: Any = "SUM", **more: Any) -> Any:
-    return strategy.run(lambda: context().all_reduce(op, value, **more))
-
-
 # ------------------------------------------------------------------------------------- kinds of values
 
 
@@ -58,7 +54,7 @@ def test_one_place_in_the_program_that_sees_many_kinds(strategy: ms.Strategy) ->
     ]  # fmt: skip
     for op in ("MAX", "MEAN"):
         for value in [*seen, *reversed(seen), 2**63 if op == "MAX" else 0]:
-            found = reduced(strategy, value, op)
+            found = all_reduce(strategy, op, value)
             leaves, given = nest.flatten(found)[0], nest.flatten(value)[0]
             right = [np.asarray(each) if op == "MAX" else np.mean([each], axis=0, dtype=np.float64) for each in given]
             assert [float(np.max(leaf)) for leaf in leaves] == [float(np.max(each)) for each in right]
@@ -89,19 +85,19 @@ def test_different_calls_raise_everywhere(strategy: ms.Strategy, case: int) -> N
     usual, other = (("SUM", each) for each in DIFFERENT[case]) if case < len(DIFFERENT) else (("SUM", A), ("MEAN", A))
     for odd_one in (0, SIZE - 1):
         op, value = other if odd_one == RANK else usual
-        ends = outcomes(lambda: reduced(strategy, value, op))  # noqa: B023
+        ends = outcomes(lambda: all_reduce(strategy, op, value))  # noqa: B023
         assert [end.error for end in ends] == [errors.CollectiveMismatchError] * SIZE, ends
         assert len({end.text.partition(" at ")[0] for end in ends}) == 1
         for op, value in (usual, other):
-            reduced(strategy, value, op)
+            all_reduce(strategy, op, value)
 
 
 def test_more_kinds_of_values_than_are_remembered(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducer, "_MOST_PLANS", 50)
     for number in range(120):
-        assert reduced(strategy, np.ones(1 + number)).sum() == SIZE * (1 + number)
+        assert all_reduce(strategy, "SUM", np.ones(1 + number)).sum() == SIZE * (1 + number)
     assert len(strategy.extended._reducer._plans) <= 50
-    assert reduced(strategy, {f"key {number}": 1.0 for number in range(50)})["key 7"] == SIZE
+    assert all_reduce(strategy, "SUM", {f"key {number}": 1.0 for number in range(50)})["key 7"] == SIZE
 
 
 # ------------------------------------------------------------------------------------- memory
@@ -128,7 +124,7 @@ def test_overlapping_memory(strategies: dict[str, ms.Strategy], name: str, shift
     out = value if case == "in place" else [memory[target] for _, target in places]
     if case == "one array":
         value, out = value[0], out[0]
-    reduced(strategies[name], value, out=out)
+    all_reduce(strategies[name], "SUM", value, out=out)
     assert bits(memory) == bits(right)
 
 
@@ -137,7 +133,7 @@ def test_in_place_where_the_memory_has_gaps(strategies: dict[str, ms.Strategy], 
     for as_list in (False, True):
         memory = np.ones((2, size, 2))
         value = memory[:, :, 0].T  # cannot be made flat without a copy
-        reduced(strategies[name], [value] if as_list else value, out=[value] if as_list else value)
+        all_reduce(strategies[name], "SUM", [value] if as_list else value, out=[value] if as_list else value)
         assert np.all(memory == [SIZE, 1]), "the result is there, and nowhere else"
 
 
@@ -150,14 +146,14 @@ def test_an_out_that_one_rank_cannot_write_any_more(
     out = value if in_place else np.empty_like(value)
 
     def call() -> Any:
-        return reduced(strategy, [value] if as_list else value, out=[out] if as_list else out)
+        return all_reduce(strategy, "SUM", [value] if as_list else value, out=[out] if as_list else out)
 
     call()
     out.flags.writeable = RANK != SIZE - 1
     assert all(end.error is not None for end in outcomes(call))
     both = [np.ones(3), np.ones(3)]
     with pytest.raises(errors.StructureError, match="one array twice"):
-        reduced(strategy, both, out=[both[0], both[0]])
+        all_reduce(strategy, "SUM", both, out=[both[0], both[0]])
 
 
 class Kept(dict[str, Any]):
@@ -186,7 +182,7 @@ def test_nothing_keeps_the_values_alive(strategy: ms.Strategy, build: Any) -> No
     for size in (3, 3000, 100_000):
         array = np.ones(size)
         watched = [weakref.ref(array)]
-        result = reduced(strategy, build(array))
+        result = all_reduce(strategy, "SUM", build(array))
         watched.append(weakref.ref(nest.flatten(result)[0][0]))
         del array, result
         gc.collect()
@@ -199,7 +195,7 @@ def test_a_failed_call_keeps_neither_its_value_nor_its_out(strategy: ms.Strategy
         for op in ("SUM", "SUM" if RANK else "MAX"):  # the second time the plan is there, and the ranks differ
             value, out = np.ones(size), np.empty(size)
             seen[:] = weakref.ref(value), weakref.ref(out)
-            reduced(strategy, value, op, out=out)
+            all_reduce(strategy, op, value, out=out)
 
     for size in (3, 3000, 100_000, 2**21):
         seen: list[weakref.ref[Array]] = []
@@ -291,6 +287,6 @@ def test_integers_of_8_and_16_bits_take_twice_the_array_at_most(
 def test_a_lone_number_keeps_no_pack_alive(strategy: ms.Strategy) -> None:
     value = [np.array(1.0), np.ones(1), *[np.full(900, 1.0) for _ in range(20)], 2.0]
     for number in (0, 1, -1):
-        kept = reduced(strategy, value)[number]
+        kept = all_reduce(strategy, "SUM", value)[number]
         base = getattr(kept, "base", None)
         assert base is None or base.nbytes <= 4096, "a few bytes hold the memory of a whole pack"

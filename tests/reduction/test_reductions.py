@@ -19,8 +19,8 @@ from replicas import (
     SIXTEEN_BITS,
     SIZE,
     OnNodes,
+    all_reduce,
     bits,
-    context,
     expected,
     laid_out,
     made,
@@ -54,10 +54,6 @@ def strategies() -> Iterator[dict[str, ms.Strategy]]:
 @pytest.fixture(scope="module", params=STRATEGIES)
 def strategy(strategies: dict[str, ms.Strategy], request: pytest.FixtureRequest) -> ms.Strategy:
     return strategies[request.param]
-
-
-def all_reduce(strategy: ms.Strategy, *arguments: Any, **named: Any) -> Any:
-    return strategy.run(lambda: context().all_reduce(*arguments, **named))
 
 
 # ------------------------------------------------------------------------------------- along axes

@@ -166,17 +166,3 @@ def test_a_bad_weight_raises_on_every_rank(strategy: ms.Strategy, way: str, what
     for value, more in ((np.ones((2, 2)), {"weight": 1}), (strategy.arena(np.ones((2, 2))), {})):
         with pytest.raises(errors.OptionError, match="axis=0 with an arena or weight="):  # rows are the weights there
             strategy.reduce("MEAN", value, axis=0, **more)
-
-
-class Own(ms.MpiAllReduce):
-    """Reduces as MpiAllReduce does, by code of the program."""
-
-    def batch_reduce_implementation(self, *args: Any) -> list[Any]:
-        return super().batch_reduce_implementation(*args)
-
-
-def test_an_algorithm_of_ones_own_reduces_the_products() -> None:
-    with ms.MirroredStrategy(cross_device_ops=Own()) as own:
-        found = own.reduce("MEAN", np.full(3, float(RANK)), weight=RANK + 1)
-    right = sum((r + 1) * r for r in RANKS) / sum(r + 1 for r in RANKS)
-    np.testing.assert_allclose(found, np.full(3, right), rtol=1e-14)

@@ -13,19 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from declared import IN_STEPS, called
-from replicas import RANK, SIZE, context, new_variable
+from replicas import RANK, SIZE, context, in_scope, new_variable
 
 import mpistrategy as ms
 from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def other() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +36,6 @@ def nothing_is_left_entered() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------- the table
 # A column: how a thread comes into the context in which it calls ``call()``.
-
-
-def in_scope(strategy: ms.Strategy, call: Callable[[], Any]) -> Any:
-    with strategy.scope():
-        return call()
 
 
 def in_thread(call: Callable[[], Any]) -> Any:

@@ -97,12 +97,8 @@ def test_once_a_place_also_after_the_strategy_was_closed(strategy: ms.Strategy) 
 
 
 @pytest.mark.mpi
-def test_nothing_is_said_in_steps_and_of_what_is_this_ranks_own(strategy: ms.Strategy) -> None:
-    # Warnings are errors in these tests.
-    assert strategy.run(lambda: context().all_reduce("SUM", 1.0)) == SIZE
-    with ms.ReplicaContext(strategy, RANK) as entered:
-        assert entered.all_reduce("SUM", 1.0, name="a name") == SIZE
-    assert strategy.reduce("SUM", 1.0) == SIZE
+def test_nothing_is_said_of_what_is_this_ranks_own(strategy: ms.Strategy) -> None:
+    # Warnings are errors in these tests.  That nothing is said in steps, all the others show.
     assert ms.get_strategy().run(lambda: context().all_reduce("SUM", 1.0)) == 1
     assert ms.OneDeviceStrategy().reduce("SUM", 1.0) == 1
     assert context().merge_call(lambda default: default.num_replicas_in_sync) == 1

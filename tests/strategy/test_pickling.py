@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, context
+from replicas import RANK, context, in_scope
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -31,11 +31,6 @@ def iterator(strategy: ms.Strategy) -> Any:
     return found
 
 
-def made_in(strategy: ms.Strategy, make: Callable[[], Any]) -> Any:
-    with strategy.scope():
-        return make()
-
-
 def saving(strategy: ms.Strategy) -> ms.Saving:
     with tempfile.TemporaryDirectory() as folder, strategy.scope():
         return ms.Checkpoint(x=1).save(f"{strategy.extended.communicator.allgather_text(folder)[0]}/x")
@@ -48,13 +43,13 @@ THINGS: dict[str, tuple[Callable[[ms.Strategy], Any], str]] = {
     "default strategy": (lambda s: ms.get_strategy(), r"np\.asarray\(variable\)"),
     "variable": (lambda s: built(s)[0], r"'w'.*read_value\(\).*Checkpoint"),
     "variable of this rank": (
-        lambda s: made_in(ms.OneDeviceStrategy(), lambda: ms.Variable(1.0)),
+        lambda s: in_scope(ms.OneDeviceStrategy(), lambda: ms.Variable(1.0)),
         r"read_value\(\).*Checkpoint",
     ),
     "in a dict": (lambda s: {"weights": [built(s)[0]]}, r"'w'.*read_value\(\).*Checkpoint"),
     "built optimizer": (lambda s: built(s)[1], "Checkpoint.*same arguments"),
     "fresh optimizer": (lambda s: ms.optimizers.Adam(0.1), "Checkpoint.*same arguments"),
-    "metric": (lambda s: made_in(s, ms.metrics.Mean), r"mean/total.*read_value\(\)"),
+    "metric": (lambda s: in_scope(s, ms.metrics.Mean), r"mean/total.*read_value\(\)"),
     "arena": (lambda s: s.arena(np.ones(2)), r"arena\.values"),
     "iterator": (iterator, "Send the batches.*Checkpoint"),
     "old iterator": (lambda s: s.make_dataset_iterator([np.ones(4)]), "Send the batches.*Checkpoint"),

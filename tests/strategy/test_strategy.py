@@ -16,7 +16,6 @@ from mpistrategy import errors
 from mpistrategy.mpi.contract.guard import Failure
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.mpi(min_size=2)
 WORLD = MPI.COMM_WORLD
 
 

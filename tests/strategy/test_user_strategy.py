@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
+from replicas import RANK, RANKS, SIZE, all_reduce
 
 import mpistrategy as ms
 
 pytestmark = pytest.mark.mpi
-
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 class Alone(ms.Strategy):
@@ -58,13 +56,6 @@ class Watched(ms.Strategy):
         super().__init__(WatchedExtended(self, other.extended.communicator))
 
 
-@pytest.fixture(scope="module")
-def mirrored() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
-
-
 def train(strategy: ms.Strategy, steps: int) -> np.ndarray[Any, Any]:
     """Fit a line by gradient descent with the four steps of an update, written out."""
     with strategy.scope():
@@ -91,21 +82,21 @@ def test_it_trains_like_one_device() -> None:
     assert np.array_equal(train(Alone(), 3), train(ms.OneDeviceStrategy("CPU:0"), 3))
 
 
-def test_it_trains_like_the_strategy_whose_ranks_it_uses(mirrored: ms.MirroredStrategy) -> None:
-    strategy = Watched(mirrored)
-    assert strategy.num_replicas_in_sync == SIZE
-    assert np.array_equal(train(strategy, 4), train(mirrored, 4))
-    assert np.allclose(train(strategy, 4), train(Alone(), 4), rtol=1e-12)
-    assert strategy.extended.steps == 8
+def test_it_trains_like_the_strategy_whose_ranks_it_uses(strategy: ms.Strategy) -> None:
+    watched = Watched(strategy)
+    assert watched.num_replicas_in_sync == SIZE
+    assert np.array_equal(train(watched, 4), train(strategy, 4))
+    assert np.allclose(train(watched, 4), train(Alone(), 4), rtol=1e-12)
+    assert watched.extended.steps == 8
 
 
-def test_what_it_overrides_is_used(mirrored: ms.MirroredStrategy) -> None:
-    strategy = Watched(mirrored)
-    strategy.extended.frozen = True
-    assert train(strategy, 2).tolist() == [0, 0]
+def test_what_it_overrides_is_used(strategy: ms.Strategy) -> None:
+    watched = Watched(strategy)
+    watched.extended.frozen = True
+    assert train(watched, 2).tolist() == [0, 0]
 
 
-def test_a_strategy_can_run_its_steps_in_contexts_of_its_own(mirrored: ms.MirroredStrategy) -> None:
+def test_a_strategy_can_run_its_steps_in_contexts_of_its_own(strategy: ms.Strategy) -> None:
     class Numbered(ms.ReplicaContext):
         """A context that tells the step which step it is."""
 
@@ -122,16 +113,46 @@ def test_a_strategy_can_run_its_steps_in_contexts_of_its_own(mirrored: ms.Mirror
 
     class NumberedStrategy(ms.Strategy):
         def __init__(self) -> None:
-            super().__init__(NumberedExtended(self, mirrored.extended.communicator))
+            super().__init__(NumberedExtended(self, strategy.extended.communicator))
 
-    strategy = NumberedStrategy()
+    numbered = NumberedStrategy()
 
     def step(x: int) -> Any:
         context = ms.get_replica_context()
         assert isinstance(context, Numbered)
         return context.step, context.all_reduce("SUM", x)
 
-    assert [strategy.run(step, args=(2,)) for _ in range(2)] == [(1, 2 * SIZE), (2, 2 * SIZE)]
+    assert [numbered.run(step, args=(2,)) for _ in range(2)] == [(1, 2 * SIZE), (2, 2 * SIZE)]
+
+
+class Batches(ms.MpiAllReduce):
+    """Overrides the public method."""
+
+    calls = 0
+
+    def batch_reduce(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self.calls += 1
+        return super().batch_reduce(*args, **kwargs)
+
+
+class Singles(ms.CrossDeviceOps):
+    """Reduces single values only, and asks for its strategy."""
+
+    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
+        assert ms.in_cross_replica_context()
+        return ms.MpiAllReduce().reduce(reduce_op, per_replica_value, destinations, options)
+
+
+def test_what_an_algorithm_overrides_is_what_the_librarys_own_calls_use() -> None:
+    """Also in aggregated writes of variables."""
+    algorithm = Batches()
+    with ms.MirroredStrategy(cross_device_ops=algorithm) as strategy:
+        assert all_reduce(strategy, "SUM", np.ones(3)).tolist() == [SIZE] * 3
+        assert algorithm.calls == 1
+        strategy.extended.cross_device_ops = Singles()
+        total = ms.Variable(np.zeros(2), aggregation="SUM")
+        strategy.run(lambda: total.assign_add(np.ones(2)))
+        assert total.numpy().tolist() == [SIZE] * 2
 
 
 class Doubling(ms.MpiAllReduce):
@@ -167,3 +188,5 @@ def test_an_algorithm_derived_from_a_built_in_one_does_the_work() -> None:
             assert each_way() == each_way() == [SIZE, 2 * SIZE, 2 * SIZE, SIZE, SIZE]
             extended.cross_device_ops = DoublingBatches()
             assert each_way() == each_way() == [2 * SIZE] * 5
+        found = strategy.reduce("MEAN", float(RANK), weight=RANK + 1)  # whose products it reduces, too
+        assert found == pytest.approx(2 * np.average(RANKS, weights=np.add(RANKS, 1)), rel=1e-14)

@@ -31,9 +31,9 @@ STEPS = 5
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder that all ranks see."""
-    return Path(gather_texts(str(tmp_path))[0]) / "a trace"
+def folder(folder: Path) -> Path:
+    """A folder that all ranks see, and that is not there yet."""
+    return folder / "a trace"
 
 
 def train(strategy: ms.Strategy, folder: Path) -> None:

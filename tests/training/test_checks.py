@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from optimizing import OPTIMIZERS, apply, model, state
-from replicas import RANK, SIZE, all_raise, same_everywhere
+from replicas import RANK, SIZE, all_raise, in_scope, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -105,7 +105,7 @@ def test_a_step_outside_a_step_function_and_without_a_formula_is_refused(
         own = Forgetful(0.1)
         monkeypatch.setattr(Forgetful, "decay", np.float32(RANK))
         all_raise(errors.CollectiveMismatchError, apply, strategy, own, [FIRST], [variable], words=["decay"])
-        all_raise(errors.OptionError, strategy_build, strategy, own, [variable, *[3] * (RANK == 0)])
+        all_raise(errors.OptionError, in_scope, strategy, lambda: own.build([variable, *[3] * (RANK == 0)]))
 
 
 class Forgetful(Optimizer):
@@ -114,8 +114,3 @@ class Forgetful(Optimizer):
     def change(self, gradient: Any, slots: Any) -> Any:
         """Work in place, and return nothing."""
         gradient *= 2
-
-
-def strategy_build(strategy: ms.Strategy, optimizer: Optimizer, variables: Any) -> None:
-    with strategy.scope():
-        optimizer.build(variables)

@@ -19,12 +19,6 @@ from mpistrategy.training.gradient_buckets import GradientBuckets
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(scope="module")
-def two_nodes() -> ms.Strategy:
-    """As many ranks as there are, every second one as if on another node; one node for one rank."""
-    return OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())
-
-
 @pytest.fixture(params=["one node", "two nodes"])
 def place(request: pytest.FixtureRequest, strategy: ms.Strategy, two_nodes: ms.Strategy) -> ms.Strategy:
     return strategy if request.param == "one node" else two_nodes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from replicas import (
     RANK,
     RANKS,
     SIZE,
-    OnNodes,
     all_raise,
     bits,
     gather_texts,
@@ -38,13 +35,6 @@ SHAPES: list[tuple[tuple[int, ...], str]] = [
     ((70,), "float64"),
     ((0, 2), "float32"),
 ]
-
-
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[ms.Strategy]:
-    """As many ranks as there are, every second one as if on another node."""
-    with closing(OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())) as made:
-        yield made
 
 
 class Training:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import shared_folder
 from replicas import RANK, context, new_variable
 
 import mpistrategy as ms
@@ -124,8 +123,7 @@ class Plateau:
 
 
 @pytest.mark.mpi
-def test_a_checkpoint_keeps_the_step_and_a_state_of_the_schedule(strategy: ms.Strategy, tmp_path: Path) -> None:
-    folder = shared_folder(tmp_path)
+def test_a_checkpoint_keeps_the_step_and_a_state_of_the_schedule(strategy: ms.Strategy, folder: Path) -> None:
     with strategy.scope():
         weights = ms.Variable(np.zeros(3))
         optimizer, plateau = SGD(halved, aggregation="MEAN"), Plateau()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cuda_counts
 import gpu_here
 import numpy as np
+import optimizing
 import pages
 import pytest
 from gpu_here import Spoken
@@ -120,13 +122,18 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "momentum": lambda: SGD(0.1, momentum=0.9, nesterov=True, mirrored_check_steps=2),
     "adam": lambda: Adam(0.1, aggregation="MEAN"),
     "adamw": lambda: AdamW(0.01, global_clipnorm=0.5, nonfinite="warn"),
+    **{f"{name}, plainly": partial(make, 0.1) for name, make in optimizing.OPTIMIZERS.items()},
 }
-SHAPES = [((3, 5), "float32"), ((0,), "float32"), ((), "float64"), ((7,), "float16"), ((4100,), "float32")]
+SIZES = (1, 0, 3, 4, 5, 31, 4096, 4097, 10_001, 64)
+SHAPES: list[tuple[tuple[int, ...], str]] = [
+    ((3, 5), "float32"), ((), "float64"), ((7,), "float16"),
+    *(((size,), dtype) for size in SIZES for dtype in ("float32", "float64")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_has_the_bits_of_the_host(gpus: ms.MirroredStrategy, cpus: ms.MirroredStrategy, name: str) -> None:
-    """Variables of several dtypes, an empty one, gradients from the host among them, and sparse ones."""
+    """Variables of several dtypes and sizes, empty ones, gradients from the host among them, and sparse ones."""
 
     def steps(strategy: ms.Strategy, place: Callable[[Any], Any]) -> list[np.ndarray]:
         random, optimizer = np.random.default_rng(3), OPTIMIZERS[name]()
@@ -139,7 +146,7 @@ def test_training_has_the_bits_of_the_host(gpus: ms.MirroredStrategy, cpus: ms.M
         return [v.numpy() for v in (*variables, *slots)]
 
     for found, right in zip(steps(gpus, on_gpu), steps(cpus, np.asarray), strict=True):
-        assert np.array_equal(found, right)
+        assert found.tobytes() == right.tobytes()
     gpus.assert_mirrored()
 
 

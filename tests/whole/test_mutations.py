@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import pytest
 from mutations import CLOSING, FILE, KINDS, PLACES, Call, Stage, call, changed, judged
-from replicas import ALL, RANK, RANKS, SIZE, OnNodes, gather_texts, still_works
+from replicas import ALL, RANK, RANKS, SIZE, OnNodes, gather_texts, several, still_works
 
 import mpistrategy as ms
 
-several = pytest.mark.mpi(min_size=2)
 STAGES: dict[str, Callable[[], ms.Strategy]] = {
     "one node": lambda: ms.MirroredStrategy(check="always"),
     "two nodes": lambda: OnNodes([2 * rank // SIZE for rank in RANKS], ms.MpiAllReduce()),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, SIZE, several, still_works
+from replicas import RANK, SIZE, new_variable, several, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -17,11 +17,6 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 
 pytestmark = pytest.mark.mpi
-
-
-def variable_of(strategy: ms.Strategy, value: Any, **policy: Any) -> ms.Variable:
-    with strategy.scope():
-        return ms.Variable(value, **policy)
 
 
 def test_threads_with_a_strategy_each_do_not_meet() -> None:
@@ -57,7 +52,7 @@ def test_attributes_of_the_program_on_an_optimizer_are_not_compared(strategy: ms
 
 @several
 def test_variables_of_one_name_are_told_apart(strategy: ms.MirroredStrategy) -> None:
-    first, second = (variable_of(strategy, 0.0, name="same", aggregation="SUM") for _ in range(2))
+    first, second = (new_variable(strategy, 0.0, name="same", aggregation="SUM") for _ in range(2))
     mine = first if RANK == 0 else second
     with pytest.raises(errors.CollectiveMismatchError, match="name"):
         strategy.run(lambda: mine.assign(1.0))
@@ -78,7 +73,7 @@ def test_an_error_object_raised_twice_is_told_twice(strategy: ms.MirroredStrateg
 
     for _ in range(2):
         with pytest.raises(ValueError if RANK == 0 else errors.RemoteError, match="kept"):
-            variable_of(strategy, initial_value)
+            new_variable(strategy, initial_value)
 
 
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
@@ -99,7 +94,7 @@ def test_a_close_that_not_all_make_is_no_hang() -> None:
 
 @pytest.mark.parametrize("name", [["a"], 3])
 def test_names_are_strings(strategy: ms.MirroredStrategy, name: Any) -> None:
-    for call in (lambda: strategy.reduce("SUM", 1.0, name=name), lambda: variable_of(strategy, 1.0, name=name)):
+    for call in (lambda: strategy.reduce("SUM", 1.0, name=name), lambda: new_variable(strategy, 1.0, name=name)):
         with pytest.raises(errors.OptionTypeError, match="name"):
             call()
 

@@ -12,7 +12,6 @@ from typing import Any
 import declared
 import numpy as np
 import pytest
-from checkpoints import shared_folder
 from replicas import RANK, RANKS, SIZE, OnNodes, context, several, still_works
 
 import mpistrategy as ms
@@ -28,7 +27,7 @@ Call = Callable[[World, Any], Any]
 
 
 @pytest.fixture
-def world(strategy: ms.Strategy, tmp_path: Path) -> Iterator[World]:
+def world(strategy: ms.Strategy, folder: Path) -> Iterator[World]:
     with strategy.scope():
         found = World(
             strategy=strategy,
@@ -41,7 +40,7 @@ def world(strategy: ms.Strategy, tmp_path: Path) -> Iterator[World]:
             optimizer=ms.optimizers.SGD(0.1, momentum=0.9),
             sum=ms.metrics.Sum(),
             mean=ms.metrics.Mean(),
-            folder=shared_folder(tmp_path),
+            folder=folder,
         )
         found.checkpoint = ms.Checkpoint(summed=found.summed)
         found.manager = ms.CheckpointManager(found.checkpoint, found.folder / "run")
@@ -216,14 +215,12 @@ def test_the_first_batch_shows_the_name_of_its_dataset(strategy: ms.Strategy) ->
 
 @several
 def test_the_first_reduction_in_the_background_compares_the_name() -> None:
-    def one() -> Any:
-        return context().all_reduce_async("SUM", 1.0, name="loss").wait()
-
-    def other() -> Any:
-        return context().all_reduce_async("SUM", 1.0, name="loss").wait()
-
+    places = (
+        lambda: context().all_reduce_async("SUM", 1.0, name="loss").wait(),
+        lambda: context().all_reduce_async("SUM", 1.0, name="loss").wait(),
+    )
     with closing(OnNodes(RANKS, ms.MpiAllReduce())) as apart:
-        assert apart.run(other if RANK else one) == SIZE
+        assert apart.run(places[min(RANK, 1)]) == SIZE
 
 
 @several

@@ -23,6 +23,7 @@ from replicas import (
     RANKS,
     SIZE,
     OnNodes,
+    all_reduce,
     context,
     expected,
     made,
@@ -93,10 +94,6 @@ def assert_filled(arena: Arena, seed: int, op: str = "SUM") -> None:
         np.testing.assert_array_equal(leaf, expected(op, everyone) if op != "MAX" else np.max(everyone, axis=0))
 
 
-def all_reduce(strategy: ms.Strategy, arena: Any, op: str = "SUM", **more: Any) -> Any:
-    return strategy.run(lambda: context().all_reduce(op, arena, **more))
-
-
 # ------------------------------------------------------------------------------------------------ results
 
 
@@ -124,10 +121,10 @@ def test_every_way_to_reduce_takes_an_arena(each_strategy: ms.Strategy, op: str)
     to = strategy.extended
     ways: dict[str, Callable[[], Any]] = {
         "reduce": lambda: strategy.reduce(op, arena),
-        "all_reduce": lambda: all_reduce(strategy, arena, op),
-        "out=arena": lambda: all_reduce(strategy, arena, op, out=arena),
-        "out=values": lambda: all_reduce(strategy, arena, op, out=arena.values),
-        "some out": lambda: all_reduce(strategy, arena, op, out=arena.values if RANK % 2 else None),
+        "all_reduce": lambda: all_reduce(strategy, op, arena),
+        "out=arena": lambda: all_reduce(strategy, op, arena, out=arena),
+        "out=values": lambda: all_reduce(strategy, op, arena, out=arena.values),
+        "some out": lambda: all_reduce(strategy, op, arena, out=arena.values if RANK % 2 else None),
         "reduce_to": lambda: to.reduce_to(op, arena, arena),
         "to its values": lambda: to.reduce_to(op, arena, arena.values),
         "to a rank": lambda: to.reduce_to(op, arena, "task:0"),
@@ -157,20 +154,20 @@ def test_one_line_of_the_program_serves_other_arenas_strategies_and_algorithms(s
         for number, (each, arena) in enumerate(arenas):
             for op, right in (("SUM", SIZE * number + sum(RANKS)), ("MAX", number + SIZE - 1)):
                 arena.values[0][...] = number + RANK
-                assert (all_reduce(each, arena, op)[0] == right).all()
+                assert (all_reduce(each, op, arena)[0] == right).all()
     for another in (strategy, ms.OneDeviceStrategy()):
         with pytest.raises(errors.OptionTypeError, match="an arena of another strategy"):
-            all_reduce(another, arenas[1][1])
+            all_reduce(another, "SUM", arenas[1][1])
     strategy.extended.cross_device_ops = ms.ReductionToOneDevice()
     arenas[0][1].values[0][...] = RANK
-    assert (all_reduce(*arenas[0])[0] == sum(RANKS)).all()
+    assert (all_reduce(strategy, "SUM", arenas[0][1])[0] == sum(RANKS)).all()
     strategy.extended.cross_device_ops = ms.MpiAllReduce()
     if SIZE > 1:
         with pytest.raises(errors.CollectiveMismatchError):
-            all_reduce(strategy, arenas[0 if RANK else 2][1])
+            all_reduce(strategy, "SUM", arenas[0 if RANK else 2][1])
     arenas[0][1].close()
     with pytest.raises(errors.ContextError, match="close"):
-        all_reduce(*arenas[0])
+        all_reduce(strategy, "SUM", arenas[0][1])
     other.close()
 
 
@@ -234,7 +231,7 @@ def test_what_an_arena_cannot_be_like_and_how_it_cannot_be_reduced(strategy: ms.
         (lambda: strategy.reduce("AVERAGE", numbers), errors.ReduceOpError, "AVERAGE"),
         (lambda: strategy.arena(np.zeros(2), shared_result=1), errors.OptionTypeError, "shared_result=1"),
         (lambda: strategy.extended.reduce_to("SUM", numbers, None), errors.DestinationError, "None"),
-        (lambda: all_reduce(strategy, numbers, out=np.zeros(2, np.complex64)), errors.OptionError, "out="),
+        (lambda: all_reduce(strategy, "SUM", numbers, out=np.zeros(2, np.complex64)), errors.OptionError, "out="),
         (lambda: strategy.reduce("SUM", [numbers, 1.0]), errors.LeafError, "Arena"),
         *((lambda copied=copied: copied(numbers), errors.CopyError, "copying") for copied in (copy.copy, pickle.dumps)),
     ]
@@ -287,7 +284,7 @@ def test_other_arrays_in_values_are_found(strategy: ms.Strategy, like: str) -> N
         assert strategy.reduce("SUM", arena) is values
         assert_filled(arena, 0)
         mine, holder[key] = holder[key], nest.map_structure(np.copy, holder[key])
-        for call in (lambda: strategy.reduce("SUM", arena), lambda: all_reduce(strategy, arena)):
+        for call in (lambda: strategy.reduce("SUM", arena), lambda: all_reduce(strategy, "SUM", arena)):
             with pytest.raises(errors.StructureError, match="written in place"):
                 call()
         holder[key] = mine
@@ -330,7 +327,7 @@ def test_arrays_outlive_the_strategy() -> None:
 
 WAYS: dict[str, Callable[[ms.Strategy, Arena], Any]] = {
     "reduce": lambda s, arena: s.reduce("SUM", arena),
-    "all_reduce": all_reduce,
+    "all_reduce": lambda s, arena: all_reduce(s, "SUM", arena),
     "in the background": lambda s, arena: s.run(lambda: context().all_reduce_async("SUM", arena, out=arena).wait()),
     "reduce_to": lambda s, arena: s.extended.reduce_to("SUM", arena, arena),
 }
@@ -404,6 +401,6 @@ def test_between_nodes_without_memory_for_the_lanes(
             arena = strategy.arena(np.zeros(5000), shared_result=shared_result)
             monkeypatch.setattr(strategy.extended.communicator, "shared", private_memory)
             arena.values[...] = RANK + 1
-            assert (np.asarray(all_reduce(strategy, arena, op)) == wanted).all()
+            assert (np.asarray(all_reduce(strategy, op, arena)) == wanted).all()
             assert not shared_result or (arena.values == RANK + 1).all()
             arena.close()
