@@ -34,9 +34,9 @@ def cupy_or_skip() -> Any:
     return cupy
 
 
-def strategy(**options: Any) -> ms.MirroredStrategy:
-    """Return a strategy whose ranks share the GPUs."""
-    return ms.MirroredStrategy("shared", **options)
+def strategy(path: str = "", **options: Any) -> ms.MirroredStrategy:
+    """Return a strategy whose ranks share the GPUs; on the path by NCCL, which refuses that, each has its own."""
+    return ms.MirroredStrategy("gpu" if path == "nccl" else "shared", **options)
 
 
 def number(made: ms.MirroredStrategy) -> int:

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from delayed_writes import delayed_fill
 from gpu_here import Spoken
-from replicas import ALL, RANK, SIZE, context, in_step, new_variable, outcomes
+from replicas import ALL, RANK, SIZE, context, in_step, new_variable, outcomes, several
 
 import mpistrategy as ms
 from mpistrategy.options import GPU_PATH
 
 pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
-several = pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
 RANKS_ADDED = SIZE * (SIZE + 1) / 2
 
 
@@ -29,10 +28,6 @@ def path(request: pytest.FixtureRequest, cupy: ModuleType, monkeypatch: pytest.M
     monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
     monkeypatch.setenv(GPU_PATH, request.param)
     return str(request.param)
-
-
-def made(path: str) -> ms.MirroredStrategy:
-    return ms.MirroredStrategy("gpu" if path == "nccl" else "shared")
 
 
 def start(strategy: ms.MirroredStrategy, value: Any, op: str = "SUM", **options: Any) -> ms.AllReduceHandle:
@@ -47,7 +42,7 @@ STEPS = 1000 if gpu_here.IS_GPU else 100
 def test_of_what_slow_kernels_write(cupy: Any, path: str, op: str, steps: int) -> None:
     """Behind the work before the call; what comes after `wait` finds the result, and may use the memory again."""
     divisor = SIZE if op == "MEAN" else 1
-    with made(path) as strategy, cupy.cuda.Stream(non_blocking=True) as stream:
+    with gpu_here.strategy(path) as strategy, cupy.cuda.Stream(non_blocking=True) as stream:
         gradients = [cupy.asarray(np.full(size, -1.0)) for size in (3, 1000, 70_000)]
         wrong = cupy.asarray(np.zeros(1))
         for number in (step % 97 for step in range(steps)):
@@ -65,7 +60,7 @@ def test_of_what_slow_kernels_write(cupy: Any, path: str, op: str, steps: int) -
 
 
 def test_in_place_nothing_is_packed_or_copied_back(cupy: Any, path: str) -> None:
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         mine = cupy.asarray(np.ones(1000))
 
         def reduce() -> Any:
@@ -87,7 +82,7 @@ def test_in_place_nothing_is_packed_or_copied_back(cupy: Any, path: str) -> None
 
 @several
 def test_the_host_waits_for_no_kernel(cupy: Any, path: str) -> None:
-    with made(path) as strategy, cupy.cuda.Stream(non_blocking=True):
+    with gpu_here.strategy(path) as strategy, cupy.cuda.Stream(non_blocking=True):
         mine, out = cupy.asarray(np.ones(1000)), cupy.asarray(np.zeros(1000))
         buckets = [cupy.asarray(np.ones(50_000)) for _ in range(4)]
         start(strategy, mine).wait()
@@ -107,7 +102,7 @@ def test_the_host_waits_for_no_kernel(cupy: Any, path: str) -> None:
 
 @several
 def test_without_an_mpi_for_threads_the_start_does_it(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         monkeypatch.setattr(strategy.extended.communicator, "may_use_threads", False)
         mine = [cupy.asarray(np.full(10, RANK + 1.0)) for _ in range(3)]
         start(strategy, mine[0]).wait()
@@ -118,7 +113,7 @@ def test_without_an_mpi_for_threads_the_start_does_it(cupy: Any, path: str, monk
 
 @several
 def test_a_mistake_of_one_rank_is_heard_of(cupy: Any, path: str) -> None:
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         good = cupy.asarray(np.ones(10))
         start(strategy, good).wait()
 
@@ -165,7 +160,7 @@ CALLS: dict[str, tuple[Callable[[ms.Strategy, Any], Any], Any]] = {
 def test_memory_of_another_library_is_read_before_a_call_returns(cupy: Any, path: str, name: str) -> None:
     """The library has a stream of its own, which writes the memory as soon as the call has returned."""
     call, right = CALLS[name]
-    with made(path) as strategy, cupy.cuda.Stream(non_blocking=True) as stream:
+    with gpu_here.strategy(path) as strategy, cupy.cuda.Stream(non_blocking=True) as stream:
         theirs = cupy.cuda.Stream(non_blocking=True)
         busy, memory = cupy.asarray(np.zeros(8)), cupy.asarray(np.zeros(LENGTH))
         call(strategy, Spoken(memory))

@@ -38,10 +38,6 @@ def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[str]:
         yield request.param
 
 
-def made(path: str, algorithm: Callable[[], Any] = ms.MpiAllReduce) -> ms.MirroredStrategy:
-    return ms.MirroredStrategy("gpu" if path == "nccl" else "shared", algorithm())
-
-
 def value(rank: int, dtype: str = "float32", shape: tuple[int, ...] = (SIZE_OF_ARRAY,)) -> np.ndarray:
     return np.random.default_rng([rank, *shape]).integers(-1000, 1000, shape).astype(dtype)
 
@@ -76,7 +72,7 @@ def test_reductions(cupy: Any, path: str, name: str, dtype: str, op: str) -> Non
     if name == "NcclAllReduce" and path != "nccl":
         pytest.skip("it asks for NCCL")
     everyone = [np.clip(value(rank, dtype), -20, 20).astype(dtype) for rank in RANKS]
-    with made(path, ALGORITHMS[name]) as strategy:
+    with gpu_here.strategy(path, cross_device_ops=ALGORITHMS[name]()) as strategy:
         mine = cupy.asarray(everyone[RANK])
         found, moved = bytes_to_host(lambda: in_step(strategy, lambda c: c.all_reduce(op, mine)))
         right = expected(op, everyone)
@@ -90,7 +86,7 @@ def test_reductions(cupy: Any, path: str, name: str, dtype: str, op: str) -> Non
 
 
 def test_broadcasts_and_gathers(cupy: Any, path: str) -> None:
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         mine = [cupy.asarray(value(RANK, dtype)) for dtype in ("float32", "int16")]
         found, moved = bytes_to_host(lambda: strategy.broadcast(mine, SIZE - 1))
         assert is_right(path, found[0], value(SIZE - 1), moved)
@@ -112,7 +108,7 @@ def test_sparse_gradients(cupy: Any, path: str) -> None:
     def slices(rank: int) -> tuple[np.ndarray, np.ndarray]:
         return value(rank, "float32", (2 + rank, 3)), np.arange(2 + rank)
 
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         mine = ms.IndexedSlices(*map(cupy.asarray, slices(RANK)), (9, 3))
         found, moved = bytes_to_host(lambda: in_step(strategy, lambda c: c.all_reduce("SUM", mine)))
         assert is_right(path, found.values, np.concatenate([slices(rank)[0] for rank in RANKS]), moved)
@@ -126,7 +122,7 @@ def test_reductions_along_axes(cupy: Any, path: str, op: str, axis: Any) -> None
     everyone = [value(rank, "float32", shape) for rank, shape in zip(RANKS, shapes, strict=True)]
     together = np.concatenate(everyone)
     right = getattr(np, op.lower())(together, axis=axis)
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         mine = ms.PerReplica((cupy.asarray(everyone[RANK]),))
         found, moved = bytes_to_host(lambda: strategy.reduce(op, mine, axis))
         assert type(found).__module__.partition(".")[0] == "cupy"
@@ -136,7 +132,7 @@ def test_reductions_along_axes(cupy: Any, path: str, op: str, axis: Any) -> None
 
 def test_variables(cupy: Any, path: str) -> None:
     """First values, assignments and aggregated writes."""
-    with made(path) as strategy, strategy.scope():
+    with gpu_here.strategy(path) as strategy, strategy.scope():
         var = ms.Variable(value(RANK), aggregation="ONLY_FIRST_REPLICA")
         assert is_right(path, var.local_view, value(0), 0)
         new = cupy.asarray(value(RANK) + 1)
@@ -150,7 +146,7 @@ def test_variables(cupy: Any, path: str) -> None:
 
 
 def test_a_checkpoint_is_restored_without_reading_what_is_there(cupy: Any, path: str, tmp_path: Path) -> None:
-    with made(path) as strategy, strategy.scope():
+    with gpu_here.strategy(path) as strategy, strategy.scope():
         var, large = ms.Variable(value(0)), ms.Variable(value(0, "float64", (300, 1000)))
         checkpoint = ms.Checkpoint(var=var, large=large)
         folder = strategy.extended.communicator.allgather_text(str(tmp_path))[0]
@@ -202,7 +198,7 @@ def test_a_list_takes_its_results_and_a_copy(cupy: Any, path: str, op: str, dtyp
         found.clear()
         found.extend(in_step(strategy, lambda c: c.all_reduce(op, arrays)))
 
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         assert peak(cupy, reduce) <= 3 * NBYTES + SCRATCH
     for number, each in enumerate(found):
         assert set(each.get().tolist()) == {number * (SIZE if op == "SUM" else 1)}
@@ -211,7 +207,7 @@ def test_a_list_takes_its_results_and_a_copy(cupy: Any, path: str, op: str, dtyp
 def test_what_is_its_own_result_takes_a_copy(cupy: Any, path: str) -> None:
     arrays = halves(cupy, "float16")
     large = cupy.asarray(np.ones(COUNT * LENGTH, np.float16))
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         taken = peak(cupy, lambda: in_step(strategy, lambda c: c.all_reduce("SUM", arrays, out=arrays)))
         assert taken <= 3 * NBYTES + SCRATCH  # small arrays are packed
         taken = peak(cupy, lambda: in_step(strategy, lambda c: c.all_reduce("SUM", large, out=large)))
@@ -223,7 +219,7 @@ def test_what_is_its_own_result_takes_a_copy(cupy: Any, path: str) -> None:
 
 def test_two_streams_do_not_share_a_copy(cupy: Any, path: str) -> None:
     first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with made(path) as strategy:
+    with gpu_here.strategy(path) as strategy:
         found = []
         for number in range(10):
             for stream, sign in ((first, 1), (second, -1)):

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, new_variable
+from replicas import RANK, RANKS, SIZE, new_variable, several
 
 import mpistrategy as ms
 from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
-several = pytest.mark.skipif(SIZE == 1, reason="one rank has no other calls to differ from")
 TOTAL = sum(RANKS) + SIZE
 
 

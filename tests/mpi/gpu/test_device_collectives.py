@@ -39,7 +39,7 @@ def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
         if len(set(nodes)) == 1:
-            made: ms.Strategy = ms.MirroredStrategy("gpu" if name == "nccl" else "shared")
+            made: ms.Strategy = gpu_here.strategy(name)
         else:
             made = OnNodes([int(node) for node in nodes], ms.MpiAllReduce(), "GPU")
         with made as strategy:

@@ -11,7 +11,7 @@ from typing import Any
 import gpu_here
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, in_step, outcomes
+from replicas import RANK, SIZE, in_step, outcomes, several
 
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
@@ -22,7 +22,6 @@ from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction import gpu
 
 cupy = gpu_here.cupy_or_skip()
-several = pytest.mark.skipif(SIZE == 1, reason="one rank leaves nobody waiting")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import cuda_counts
 import gpu_here
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, in_step
+from replicas import RANK, SIZE, in_step, several
 from replicas import numbers_of as values
 
 import mpistrategy as ms
@@ -25,7 +25,6 @@ cupy = gpu_here.cupy_or_skip()
 pytestmark = pytest.mark.skipif(
     "nccl" not in gpu_here.PATHS or cupy.cuda.runtime.getDeviceCount() < SIZE, reason="NCCL wants a GPU for each rank"
 )
-several = pytest.mark.skipif(SIZE == 1, reason="one rank needs no path")
 #: Beyond those of reduction/test_gpu_reductions.py; one is in both.
 DTYPES = ("float64", "complex128", "uint32")
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
