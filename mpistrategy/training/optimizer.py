@@ -134,8 +134,12 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         self._arenas: dict[tuple[int, ...], GradientArena] = {}
         self._calls, self.latest_path = 0, ""
         annotated = {name for base in type(self).__mro__ for name in getattr(base, "__annotations__", ())}
-        #: The settings that ranks compare, in order; other attributes are the program's own.
-        self._declared: tuple[str, ...] = tuple(sorted(name for name in annotated if not name.startswith("_")))
+        #: The settings that ranks compare, in order; others are the program's own, and properties made of them.
+        self._declared: tuple[str, ...] = tuple(
+            name
+            for name in sorted(annotated)
+            if not (name.startswith("_") or type(getattr(type(self), name, None)) is property)
+        )
         #: The latest settings that `_settings` has put into words, and the words.
         self._latest_words: tuple[tuple[Any, ...], str] = ((), "")
 
