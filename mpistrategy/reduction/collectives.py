@@ -76,7 +76,8 @@ class Collective(Transfer):
     verb: str
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], op: str) -> None:
-        self._ranks, self.op = ranks, op
+        self._ranks = ranks
+        self.op: str = op
         self.values: Values = tuple(map(layout_of, arrays))
 
     def signature(self, call: Call, destination: str = "") -> Signature:
@@ -189,7 +190,7 @@ class Gathering(Collective):
         super().__init__(ranks, arrays, f"axis {axes}")
         self._axes, self._into = axes, into
         rows = zip(self.values, axes, strict=True)
-        self.values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
+        self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._own_lengths = np.array(self._lengths, np.int64)
         self.sparingly: bool = not any(map(is_on_device, arrays))

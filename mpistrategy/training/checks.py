@@ -95,8 +95,10 @@ def checked_gradient(gradient: Any, var: Variable, where: str) -> Any:
     else:
         part = values = reducible(part, where)
         shape = values.shape
-    may_wrap = values.dtype.kind in "biu" and values.dtype.itemsize < 8
-    if may_wrap or (values.dtype.kind == "c" and var.dtype.kind != "c"):
+    # Sums of integers wrap in their own dtype.
+    if (values.dtype.kind == "c" and var.dtype.kind != "c") or (
+        values.dtype.kind in "biu" and values.dtype.itemsize < 8
+    ):
         raise DTypeError.at(
             where,
             found=f"a gradient of dtype {dtype_name(values.dtype)} for {var.name!r}",
