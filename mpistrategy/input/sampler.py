@@ -100,8 +100,13 @@ class Sampler:
 
     def state_dict(self) -> dict[str, int]:
         """Return the seed, the order, the epoch, and how many rows of it all ranks together have done."""
-        place = {"epoch": self._epoch, "done": self._done}
-        return {"seed": self._seed, "rows": self._rows, "shuffle": int(self._shuffle), **place}
+        return {
+            "seed": self._seed,
+            "rows": self._rows,
+            "shuffle": int(self._shuffle),
+            "epoch": self._epoch,
+            "done": self._done,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where another sampler was.

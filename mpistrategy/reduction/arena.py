@@ -9,7 +9,6 @@ from functools import partial
 from itertools import accumulate, count
 from operator import is_
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -42,7 +41,7 @@ from mpistrategy.reduction import gpu
 from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.inputs import EVERY_RANK, check_order, checked_leaves, resolve, write
 from mpistrategy.reduction.plan import ArraysPlan
-from mpistrategy.reduction.reducer import General, Reducer
+from mpistrategy.reduction.reducer import MOST_PLANS, General, Reducer
 from mpistrategy.reduction.transfer import (
     CommunicatorRoute,
     Member,
@@ -139,8 +138,8 @@ class Arena(NotPickled, ArenaBase[T]):
             for view in views:
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
-        #: How it is reduced, by the kind of call, as long as the reducer keeps that.
-        self._plans: WeakKeyDictionary[General, ArraysPlan] = WeakKeyDictionary()
+        #: How it is reduced, by the kind of call.
+        self._plans: dict[General, ArraysPlan] = {}
         self._closed = False
 
     @property
@@ -274,6 +273,8 @@ class Arena(NotPickled, ArenaBase[T]):
             compared = f"arena {self._number}, {in_place=}, wire={options.wire}"
             layouts = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
             signature = Signature("reduce an arena", op.value, "", layouts, destination, compared)
+            if len(self._plans) >= MOST_PLANS:  # of calls inside others, whose object is new each time
+                self._plans.clear()
             plan = self._plans[general] = ArraysPlan(route, signature, options.timeout_seconds)
         results = plan.run(call, self._own_arrays)
         if in_place:

@@ -147,7 +147,7 @@ class Algorithm(ABC):
 
 
 #: So many plans are kept.
-_MOST_PLANS = 1024
+MOST_PLANS = 1024
 
 
 class General(CallPlan):
@@ -317,7 +317,7 @@ class Reducer:
         """Return the result of `make` for `key`: plans, by call site, operation, options and kind of value."""
         item = self._plans.get(key)
         if item is None:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             item = self._plans[key] = make()
         return item

@@ -93,7 +93,7 @@ def test_different_calls_raise_everywhere(strategy: ms.Strategy, case: int) -> N
 
 
 def test_more_kinds_of_values_than_are_remembered(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducer, "_MOST_PLANS", 50)
+    monkeypatch.setattr(reducer, "MOST_PLANS", 50)
     for number in range(120):
         assert all_reduce(strategy, "SUM", np.ones(1 + number)).sum() == SIZE * (1 + number)
     assert len(strategy.extended._reducer._plans) <= 50
